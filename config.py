@@ -1,0 +1,355 @@
+"""A run is one JSON file: `torchrun train.py --config configs/tiny_pp2_tp2.json training.steps=20` reads it here.
+
+Later wins: the defaults below, the config.json of `model.name`, the JSON file, `section.key=value` on the command line.
+Whatever is wrong is found before any process group exists, and told all at once. A new key is a line in its section,
+and one in `requirements` for what it has to fit.
+"""
+
+import difflib
+import json
+import math
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import Annotated, Any, Literal, NoReturn
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
+from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+Text = Annotated[str, Field(min_length=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    # strict: "2" is not 2 and true is not 1, but 1 is a float
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class DistributedConfig(Section):
+    tp_size: PositiveInt = 1  # ranks that share every layer's matrices
+    pp_size: PositiveInt = 1  # stages that the layers are cut into
+    dp_size: PositiveInt | None = 1  # replicas, each with its own part of the batch; null = all the processes left over
+    pp_engine: Literal["afab", "1f1b"] = "1f1b"  # the pipeline schedule
+    pp_layers: list[NonNegativeInt] | None = None  # layers of each stage; null = as even as possible
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = cuda where there is one
+    timeout_seconds: PositiveFloat = 600.0  # how long a collective waits for a missing rank before the run fails
+
+
+class Rope(Section):
+    """Rotary embeddings: every pair of a head's numbers turns by position / wavelength, short to long wavelengths."""
+
+    rope_type: Literal["default", "linear", "llama3"] = "default"
+    rope_theta: PositiveFloat = 10000.0  # the longest wavelength is about 2 pi rope_theta positions
+    factor: PositiveFloat | None = None  # linear: all frequencies are divided by it; llama3: the low ones
+    low_freq_factor: PositiveFloat | None = None  # low: wavelength > original_max_position_embeddings / low_freq_factor
+    high_freq_factor: PositiveFloat | None = None  # not divided: < original_max_position_embeddings / high_freq_factor
+    original_max_position_embeddings: PositiveInt | None = None  # before the model was stretched
+
+
+ROPE_NEEDS = {
+    "default": [],
+    "linear": ["factor"],
+    "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"],
+}
+
+# Checked as a class, kept as the plain dict {"rope_type": ..., "rope_theta": ..., ...} of transformers 5.
+RopeDict = Annotated[Rope, AfterValidator(lambda rope: rope.model_dump(exclude_none=True)), PlainSerializer(dict)]
+
+
+class ModelConfig(Section):
+    """Names and defaults are LlamaConfig's, so a config.json that leaves a field out means the same model here."""
+
+    name: Text | None = None  # hub name, or folder with a config.json: the architecture that the keys below change
+    hidden_size: PositiveInt = 4096  # width of the residual stream
+    num_hidden_layers: PositiveInt = 32
+    num_attention_heads: PositiveInt = 32
+    num_key_value_heads: PositiveInt | None = None  # null = num_attention_heads
+    head_dim: PositiveInt | None = None  # width of a head; null = hidden_size / num_attention_heads
+    intermediate_size: PositiveInt = 11008  # width of the MLP
+    vocab_size: PositiveInt = 32000
+    max_position_embeddings: PositiveInt = 2048  # longest sequence, in tokens
+    rms_norm_eps: PositiveFloat = 1e-6
+    rope_parameters: RopeDict = Rope().model_dump(exclude_none=True)  # or rope_theta and rope_scaling: see `lay_over`
+    tie_word_embeddings: bool = False  # one matrix for embedding and output
+    attention_bias: bool = False  # biases in the q, k, v and o projections
+    initializer_range: NonNegativeFloat = 0.02  # standard deviation of the initial weights
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"  # of weights and arithmetic
+
+    @model_validator(mode="after")
+    def derive(self):
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        # where this does not divide, head_dim stays null and `requirements` says so
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads == 0:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        return self
+
+
+class TrainingConfig(Section):
+    seed: NonNegativeInt = 42  # of the initial weights and the order of the data
+    steps: PositiveInt = 1000  # optimizer steps; also the end of the cosine
+    max_tokens: PositiveInt | None = None  # stop after so many tokens, if that comes before `steps`
+    seq_length: PositiveInt = 1024  # tokens of a sequence
+    micro_batch_size: PositiveInt = 1  # sequences of one forward pass
+    gradient_accumulation_steps: PositiveInt = 1  # micro-batches of a step, on each dp rank
+    learning_rate: NonNegativeFloat = 3e-4  # the highest, at the end of the warm-up
+    min_learning_rate: NonNegativeFloat = 0.0  # the last, at the end of the cosine
+    warmup_steps: NonNegativeInt = 0  # steps of linear rise to learning_rate
+    weight_decay: NonNegativeFloat = 0.1
+    adam_beta1: Beta = 0.9
+    adam_beta2: Beta = 0.95
+    adam_eps: PositiveFloat = 1e-8
+    grad_clip: PositiveFloat | None = 1.0  # largest global gradient norm; null = no clipping
+
+
+class DatasetConfig(Section):
+    name: Text | None = "python-stdlib"  # the standard library's source, or a data set of the hub; null with `files`
+    files: Annotated[list[Text], Field(min_length=1)] | None = None  # local .txt, .jsonl, .parquet instead of `name`
+    subset_name: Text | None = None  # configuration of a hub data set
+    split: Text = "train"  # of a hub data set
+    text_column: Text = "text"  # what to read of a row
+    tokenizer: Text = "bytes"  # a token a byte and 256 for end of text; or a hub name or folder
+    shuffle: bool = True  # another order in each epoch, by seed; false = the order of the text
+    num_proc: PositiveInt = 1  # processes that tokenise
+    cache_dir: Text = "cache"  # folder of the tokenised data
+
+    @model_validator(mode="after")
+    def files_replace_the_default_name(self):
+        if self.files and "name" not in self.model_fields_set:
+            self.name = None
+        return self
+
+
+class LoggingConfig(Section):
+    log_frequency: PositiveInt = 1  # steps from one printed line to the next
+    use_wandb: bool = False
+    project_name: Text = "pipeline-pretraining"  # wandb's project
+    run_name: Text | None = None  # wandb's name of the run; null = wandb makes one up
+    metrics_file: Text | None = None  # JSONL, one object a step; null = none
+
+
+class Config(Section):
+    distributed: DistributedConfig = Field(default_factory=DistributedConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    dataset: DatasetConfig = Field(default_factory=DatasetConfig)
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences of a step, over all ranks; a dp_size of null is settled by check_world_size."""
+        t = self.training
+        return t.micro_batch_size * t.gradient_accumulation_steps * self.distributed.dp_size
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch_size * self.training.seq_length
+
+
+def requirements(config: Config) -> Iterator[tuple[bool, str]]:
+    """(does it hold, what must hold) for keys that have to fit each other. Full names are printed with their values."""
+    d, m, t, data = config.distributed, config.model, config.training, config.dataset
+    common = math.gcd(m.num_attention_heads, m.num_key_value_heads, m.intermediate_size)
+    tp_sizes = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        divides = getattr(m, key) % d.tp_size == 0
+        yield divides, f"model.{key}: must be a multiple of distributed.tp_size; tp sizes for this model: {tp_sizes}"
+    divides = m.num_attention_heads % m.num_key_value_heads == 0
+    yield divides, "model.num_key_value_heads: must divide model.num_attention_heads"
+    divides = m.head_dim is not None
+    yield divides, "model.hidden_size: must be a multiple of model.num_attention_heads, or model.head_dim be given"
+    even = (m.head_dim or 0) % 2 == 0  # rotary embeddings turn pairs
+    yield even, "model.head_dim: must be even; left out it is model.hidden_size / model.num_attention_heads"
+    rope, needs = m.rope_parameters, ROPE_NEEDS[m.rope_parameters["rope_type"]]
+    missing = ", ".join(key for key in needs if key not in rope)
+    yield not missing, f"model.rope_parameters: rope_type {rope['rope_type']} needs {missing}"
+    unused = ", ".join(key for key in rope if key not in ("rope_type", "rope_theta", *needs))
+    yield not unused, f"model.rope_parameters: rope_type {rope['rope_type']} does not use {unused}"
+    ordered = rope.get("low_freq_factor", 0) < rope.get("high_freq_factor", math.inf)
+    yield ordered, "model.rope_parameters: low_freq_factor must be below high_freq_factor"
+    if d.pp_layers is None:
+        yield d.pp_size <= m.num_hidden_layers, "distributed.pp_size: must be at most model.num_hidden_layers"
+    else:
+        one_each, total = len(d.pp_layers) == d.pp_size, sum(d.pp_layers)
+        yield one_each, "distributed.pp_layers: needs an entry for each of the distributed.pp_size stages"
+        yield total == m.num_hidden_layers, "distributed.pp_layers: must add up to model.num_hidden_layers"
+    fits = t.seq_length <= m.max_position_embeddings
+    yield fits, "training.seq_length: must be at most model.max_position_embeddings"
+    yield t.min_learning_rate <= t.learning_rate, "training.min_learning_rate: must be at most training.learning_rate"
+    yield t.warmup_steps <= t.steps, "training.warmup_steps: must be at most training.steps"
+    yield (data.name is None) != (data.files is None), "dataset.name, dataset.files: give one, let the other be null"
+    for file in data.files or []:
+        known = os.path.splitext(file)[1] in (".txt", ".jsonl", ".parquet")
+        yield known, f"dataset.files: {file} must end in .txt, .jsonl or .parquet"
+        yield os.path.isfile(file), f"dataset.files: {file} is not a file here"
+
+
+VALID_KEYS = [f"{name}.{key}" for name, field in Config.model_fields.items() for key in field.annotation.model_fields]
+VALID_KEYS += ["model.rope_theta", "model.rope_scaling"]  # the form of transformers 4; see `lay_over`
+
+# Fields of a Llama's config.json that cannot change a number of pre-training. One that is neither here, nor below, nor
+# a key of ours, is an error: nobody knows what it would change.
+NO_EFFECT = """
+    architectures torch_dtype dtype use_cache bos_token_id eos_token_id pad_token_id transformers_version _name_or_path
+    _commit_hash _attn_implementation _attn_implementation_autoset id2label label2id problem_type return_dict
+    output_attentions output_hidden_states chunk_size_feed_forward is_encoder_decoder max_sequence_length
+    is_llama_config""".split()
+
+ONLY_VALUE = {  # fields that change numbers, with the one value that is computed here
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "attention_dropout": 0.0,
+    "pretraining_tp": 1,
+    "rope_interleaved": False,
+}
+
+
+def show(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)[:200]
+
+
+def unmet(config: Config, wrong: set[str]) -> Iterator[str]:
+    """The requirements that do not hold, but for those about a section or key that is `wrong` by itself."""
+    key = re.compile(r"\b(?:" + "|".join(map(re.escape, VALID_KEYS)) + r")\b")
+    for holds, text in requirements(config):
+        about = {part for name in key.findall(text) for part in (name, name.split(".")[0])}
+        if not holds and not wrong & about:
+            yield key.sub(lambda match: f"{match[0]} = {show(attrgetter(match[0])(config))}", text)
+
+
+def explain(error: dict) -> str:
+    """One finding of pydantic as `section.key = value: what is right`."""
+    name, key = ".".join(map(str, error["loc"])), error["loc"][-1]
+    right = error["msg"].replace("Input should be", "must be")
+    if name == f"model.{key}" and key in ONLY_VALUE:
+        right = f"not supported, must be {show(ONLY_VALUE[key])}"
+    elif error["type"] == "extra_forbidden":  # meant: this key of another section, or else the most similar name
+        names = [*Config.model_fields, *VALID_KEYS]
+        likely = [valid for valid in names if valid.split(".")[-1] == key]
+        likely += difflib.get_close_matches(name, names, n=1, cutoff=0)
+        right = f"unknown, not supported; the nearest is {likely[0]}"
+    return f"{name} = {show(error['input'])}: {right}"
+
+
+def read_json(path: str) -> dict:
+    try:
+        with open(path, encoding="utf-8") as file:
+            value = json.load(file)
+    except (OSError, ValueError) as error:  # what the parser says names the line
+        raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold an object {{...}}, it holds {show(value)}")
+    return value
+
+
+def read_override(override: str) -> dict:
+    """training.steps=20 -> {"training": {"steps": 20}}; a value that is not JSON is a string."""
+    name, _, value = override.partition("=")
+    try:
+        value = json.loads(value)
+    except ValueError:
+        pass
+    section, dot, key = name.partition(".")
+    return {section: {key: value}} if dot else {section: value}
+
+
+def read_architecture(name: str) -> dict:
+    """What matters in the config.json of a folder or of a model on the hub."""
+    try:
+        if os.path.exists(name):
+            path = os.path.join(name, "config.json") if os.path.isdir(name) else name
+        else:
+            from huggingface_hub import hf_hub_download
+
+            path = hf_hub_download(name, "config.json")
+        fields = {"model_type": "missing"} | read_json(path)
+    except Exception as error:  # the hub's library, and what is below it, raise dozens of classes
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"model.name = {show(name)}: no config.json in such a folder or on the hub: {reason}"
+        ) from None
+    return {key: value for key, value in fields.items() if value is not None and key not in NO_EFFECT}
+
+
+def lay_over(base: dict, layer: dict) -> dict:
+    """Both models' keys, `layer` wins. rope_theta and rope_scaling (transformers 4) move into rope_parameters (5)."""
+    layer = {key: value for key, value in layer.items() if key not in ONLY_VALUE or value != ONLY_VALUE[key]}
+    theta = layer.pop("rope_theta", None)
+    blocks = [layer.pop(key) for key in ("rope_scaling", "rope_parameters") if key in layer]
+    rope, old_rope = {}, base.get("rope_parameters", {})
+    if blocks:
+        block = blocks[0] or blocks[-1] or "default"
+        rope = dict(block) if isinstance(block, dict) else {"rope_type": block}
+        if "type" in rope and rope.get("rope_type", rope["type"]) == rope["type"]:  # its name long ago
+            rope["rope_type"] = rope.pop("type")
+        if "rope_type" in rope:  # replaces the other, all but its theta
+            old_rope = {key: value for key, value in old_rope.items() if key == "rope_theta"}
+    if theta is not None:
+        rope.setdefault("rope_theta", theta)  # inside the block beats beside it, as in transformers
+    return base | layer | ({"rope_parameters": old_rope | rope} if rope else {})
+
+
+def load_config(path: str, overrides: list[str]) -> Config:
+    """The checked run; ValueError with a line for each problem."""
+    problems = [f"{text}: must be section.key=value" for text in overrides if "=" not in text]
+    given = {}
+    for layer in [read_json(path), *(read_override(text) for text in overrides if "=" in text)]:
+        for section, keys in layer.items():
+            base = given.get(section, {})
+            if isinstance(base, dict) and isinstance(keys, dict):
+                given[section] = lay_over(base, keys) if section == "model" else base | keys
+            elif isinstance(base, dict):
+                given[section] = keys
+
+    wrong = set()  # sections and keys that no other key is held against
+    model = given.get("model")
+    if isinstance(model, dict) and isinstance(model.get("name"), str):
+        try:
+            given["model"] = lay_over(lay_over({}, read_architecture(model["name"])), model)
+        except ValueError as error:
+            problems.append(str(error))
+            wrong.add("model")
+    if any(override.startswith("training.steps=") for override in overrides):
+        wrong.add("training.steps")  # not wrong: a run cut short to try it may end inside its warm-up
+    try:
+        config = Config.model_validate(given)
+    except ValidationError as error:
+        for finding in error.errors():
+            problems.append(explain(finding))
+            section, *key = finding["loc"][:2]
+            wrong.add(".".join([section, *key]))
+            given[section].pop(key[0], None) if key else given.pop(section)
+        config = Config.model_validate(given)  # without what is wrong, to see what else is
+    problems += unmet(config, wrong)
+    if problems:
+        raise ValueError("\n".join(problems))
+    return config
+
+
+def check_world_size(config: Config, world_size: int | None) -> None:
+    """One process for each place in the grid, or ValueError. Settles a dp_size of null. None: not under torchrun."""
+    d, world_size = config.distributed, world_size or 1
+    if d.dp_size is None:
+        d.dp_size = max(1, world_size // (d.tp_size * d.pp_size))
+    needed = d.tp_size * d.pp_size * d.dp_size
+    if world_size != needed:
+        hint = "start as many processes, or change distributed.tp_size, pp_size or dp_size"
+        if "WORLD_SIZE" not in os.environ:
+            hint = f"type: torchrun --nproc_per_node {needed} {shlex.join(sys.argv)}"
+        grid = f"tp {d.tp_size} × pp {d.pp_size} × dp {d.dp_size} = {needed}"
+        raise ValueError(f"world size {world_size} != {grid}; {hint}")
+
+
+def stop(problem: str | Exception, patience: float = 60) -> NoReturn:
+    """Ends this process for something that the user can mend: a message for each machine, exit code 2."""
+    # torchrun ends every process as soon as the first one exits. So the silent ones wait up to `patience` seconds to be
+    # ended: if one went first, the message might never come out. One that nobody ends is alone with its problem.
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(patience)
+    print("error: " + str(problem).replace("\n", "\n       "), file=sys.stderr, flush=True)
+    sys.exit(2)

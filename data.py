@@ -1,0 +1,284 @@
+"""
+    tokens = prepare_tokens(config.dataset)                            # tokenised once, afterwards read from the cache
+    loader = MicroBatchDataLoader(tokens, seq_length=256, ...)
+    loader.step = 7
+    loader[0]["input_ids"], loader[0]["target_ids"]                    # micro-batch 0 of step 7, for this dp rank
+
+All documents become one flat file of token ids, one end-of-text token between two documents, and a batch is a pure
+function of (step, micro-batch, dp rank) that reads a few windows of that file. So every pipeline stage works out the
+same tokens without being sent them, resuming needs only the step number, and no rank can run out of data alone.
+Nothing here knows about process groups: every process calls the same functions.
+"""
+
+import functools
+import hashlib
+import itertools
+import json
+import os
+import platform
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from filelock import FileLock
+from tqdm import tqdm
+
+FORMAT_VERSION = 1  # part of the cache key: to be raised when the same documents would give another token file
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A flat binary file of token ids, and what was counted while it was written."""
+
+    path: Path
+    num_tokens: int
+    dtype: str
+    max_token_id: int
+    num_documents: int
+    tokenizer: str
+
+    def __str__(self) -> str:
+        return f"{self.num_documents:,} documents, {self.num_tokens:,} tokens (tokenizer {self.tokenizer})"
+
+
+def check_vocabulary(tokens: TokenFile, vocab_size: int) -> None:
+    if tokens.max_token_id >= vocab_size:
+        raise ValueError(
+            f"model.vocab_size is {vocab_size}, but the data (dataset.tokenizer {tokens.tokenizer!r}) has token id "
+            f"{tokens.max_token_id}: model.vocab_size must be at least {tokens.max_token_id + 1}"
+        )
+
+
+# ---- Documents: text, one after the other ---------------------------------------------------------------------------
+
+
+def standard_library_files() -> list[Path]:
+    """The Python standard library's own source (600 to 750 files, 11 to 12 MB): real text without a download."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    return sorted(path for path in root.rglob("*.py") if skipped.isdisjoint(path.relative_to(root).parts))
+
+
+def text_of(row: dict, text_column: str, where: str) -> str:
+    if not isinstance(row.get(text_column), str):
+        columns = ", ".join(row)
+        raise ValueError(f"{where} has no text in column {text_column!r} (dataset.text_column); its columns: {columns}")
+    return row[text_column]
+
+
+def read_jsonl(path: Path, text_column: str):
+    # Not through `datasets`: that refuses rows whose other columns differ, turns a missing column into null, and does
+    # not say where in a file the error is.
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = dict(json.loads(line.decode()))
+                str(row.get(text_column)).encode()  # half a surrogate pair: JSON can escape it, UTF-8 cannot hold it
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"line {number} is not a JSON object: {error}") from None
+            yield text_of(row, text_column, f"line {number}")
+
+
+def read_rows(text_column: str, *args, **kwargs):
+    from datasets import load_dataset
+
+    for number, row in enumerate(load_dataset(*args, **kwargs)):
+        yield text_of(row, text_column, f"row {number}")
+
+
+def read_file(path: Path, text_column: str):
+    if path.suffix == ".parquet":
+        yield from read_rows(text_column, "parquet", data_files=str(path), split="train")
+    elif path.suffix == ".jsonl":
+        yield from read_jsonl(path, text_column)
+    else:
+        yield path.read_bytes().decode()  # a UnicodeDecodeError says which byte
+
+
+def read_documents(dataset):
+    if dataset.files or dataset.name == "python-stdlib":
+        paths = map(Path, dataset.files) if dataset.files else standard_library_files()
+        sources = ((str(path), read_file(path, dataset.text_column)) for path in paths)
+    else:
+        source = f"dataset.name {dataset.name!r} (where the hub is out of reach: dataset.files, or python-stdlib)"
+        sources = [(source, read_rows(dataset.text_column, dataset.name, dataset.subset_name, split=dataset.split))]
+    for source, documents in sources:
+        try:
+            yield from documents
+        except Exception as error:  # `datasets` has kinds of its own
+            raise ValueError(f"{source}: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    while error.__cause__ is not None:  # the library says "an error occurred", its cause says which
+        error = error.__cause__
+    return " ".join(str(error).split())
+
+
+# ---- Tokens: documents, in one file ---------------------------------------------------------------------------------
+
+
+def load_tokenizer(name: str, num_proc: int):
+    """(function from a list of texts to their token ids, end-of-text id, largest id)"""
+    if name == "bytes":
+        return lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts], 256, 256
+    # The tokenizers library is parallel inside (threads, no Python); it reads these when it first encodes a batch.
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if num_proc > 1 else "false"
+    os.environ["RAYON_NUM_THREADS"] = str(num_proc)
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # OSError, ValueError, and the Rust library's plain Exception
+        hint = "where the hub is out of reach: a folder, or bytes"
+        raise ValueError(f"dataset.tokenizer {name!r} cannot be loaded ({hint}): {one_line(error)}") from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"dataset.tokenizer {name!r} has no end-of-text token (eos_token) to put between documents")
+
+    def encode(texts):  # split_special_tokens: a "</s>" in a text is text; the end-of-text id only comes from us
+        return tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+
+    return encode, tokenizer.eos_token_id, max(tokenizer.get_vocab().values())
+
+
+def write_tokens(dataset, path: Path) -> dict:
+    """Tokenise all documents into the file `path`; return what TokenFile says about it."""
+    encode, end_of_text, largest_id = load_tokenizer(dataset.tokenizer, dataset.num_proc)
+    dtype = np.dtype(np.uint16 if largest_id <= np.iinfo(np.uint16).max else np.uint32)
+    num_tokens = num_documents = max_token_id = 0
+    documents = read_documents(dataset)
+    with open(path, "wb") as file, tqdm(desc="tokenising", unit=" documents", mininterval=1.0) as progress:
+        while batch := list(itertools.islice(documents, 64)):
+            for ids in filter(len, encode(batch)):  # an empty document gets no separator either
+                for part in ([end_of_text], ids) if num_documents > 0 else (ids,):
+                    part = np.asarray(part, dtype=dtype)
+                    file.write(part)
+                    num_tokens += len(part)
+                    max_token_id = max(max_token_id, int(part.max()))
+                num_documents += 1
+            progress.set_postfix(tokens=f"{num_tokens:,}", refresh=False)
+            progress.update(len(batch))
+        file.flush()
+        os.fsync(file.fileno())
+    if num_tokens == 0:
+        raise ValueError(f"the data set {dataset.files or dataset.name} is empty: no document has any text")
+    counts = {"num_documents": num_documents, "num_tokens": num_tokens, "max_token_id": max_token_id}
+    return counts | {"dtype": dtype.name, "tokenizer": dataset.tokenizer}
+
+
+# ---- Cache: one process tokenises, all others and all later runs read -----------------------------------------------
+
+
+def file_identity(path: Path) -> tuple:
+    if path.suffix not in (".txt", ".jsonl", ".parquet") or not path.is_file():
+        raise ValueError(f"dataset.files: {str(path)!r} is not an existing .txt, .jsonl or .parquet file")
+    return str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns
+
+
+def cache_key(dataset) -> str:
+    """A hash of everything that decides the tokens (of what lies on the hub: its name)."""
+    if dataset.files:
+        source = [file_identity(Path(name)) for name in dataset.files]
+    elif dataset.name == "python-stdlib":
+        source = [dataset.name, platform.python_version(), sysconfig.get_paths()["stdlib"]]
+    else:
+        source = [dataset.name, dataset.subset_name, dataset.split]
+    tokenizer = dataset.tokenizer
+    if Path(tokenizer).is_dir():  # a model's folder: its weights are large and decide no token
+        files = sorted(path for path in Path(tokenizer).iterdir() if path.is_file() and path.suffix != ".safetensors")
+        tokenizer = [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in files]
+    decisive = json.dumps([FORMAT_VERSION, source, dataset.text_column, tokenizer])
+    return hashlib.sha256(decisive.encode()).hexdigest()
+
+
+def read_cache(path: Path) -> TokenFile | None:
+    try:
+        tokens = TokenFile(path=path, **json.loads(path.with_suffix(".json").read_text()))
+        whole = path.stat().st_size == tokens.num_tokens * np.dtype(tokens.dtype).itemsize
+    except FileNotFoundError:
+        return None
+    return tokens if whole else None
+
+
+def prepare_tokens(dataset) -> TokenFile:
+    """The data set as tokens on disk. Every process calls this: one tokenises, the others wait for it."""
+    path = Path(dataset.cache_dir).expanduser() / f"{cache_key(dataset)}.bin"
+    if tokens := read_cache(path):
+        return tokens
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A file lock, not a barrier: there is no process group yet, so no timeout, and the lock dies with its process.
+    with FileLock(path.with_suffix(".lock")):
+        if tokens := read_cache(path):
+            return tokens
+        partial = path.with_suffix(".partial")
+        try:
+            description = write_tokens(dataset, partial)
+            os.replace(partial, path)
+            # The .json makes an entry valid and comes last: what a killed build leaves is never taken for whole.
+            partial.write_text(json.dumps(description))
+            os.replace(partial, path.with_suffix(".json"))
+        finally:
+            partial.unlink(missing_ok=True)
+    return read_cache(path)
+
+
+# ---- Batches: windows of the token file -----------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1)
+def permutation(num_sequences: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(num_sequences)
+
+
+@dataclass
+class MicroBatchDataLoader:
+    """`loader[i]` is micro-batch i of step `loader.step` (from 0): a function of (step, i, dp_rank) and nothing else.
+
+    Sequence i of the data is tokens [i*S, i*S + S], S + 1 of them, as targets are inputs shifted by one. One step takes
+    the next G = micro_batch_size * gradient_accumulation_steps * dp_size sequences of its epoch, however G factors.
+    """
+
+    tokens: TokenFile
+    seq_length: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    dp_rank: int
+    dp_size: int
+    seed: int
+    shuffle: bool
+    device: torch.device | str
+    step: int = 0
+
+    def __post_init__(self):
+        num_tokens, window = self.tokens.num_tokens, self.seq_length + 1
+        if num_tokens < window:
+            raise ValueError(f"the data set has {num_tokens} tokens; one sequence needs {window}")
+        self.num_sequences = (num_tokens - 1) // self.seq_length
+        self.global_batch_size = self.micro_batch_size * self.gradient_accumulation_steps * self.dp_size
+        self.steps_per_epoch = self.num_sequences // self.global_batch_size  # what does not fill a batch is dropped
+        if self.steps_per_epoch == 0:
+            raise ValueError(
+                f"the data set has {self.num_sequences} sequences of {self.seq_length} tokens; one global batch needs "
+                f"{self.global_batch_size} = micro_batch_size {self.micro_batch_size} x gradient_accumulation_steps "
+                f"{self.gradient_accumulation_steps} x dp_size {self.dp_size}: lower one of these, or seq_length"
+            )
+        self.ids = np.memmap(self.tokens.path, dtype=self.tokens.dtype, mode="r")
+
+    def __getitem__(self, micro_batch: int) -> dict[str, torch.Tensor]:
+        assert 0 <= micro_batch < self.gradient_accumulation_steps, f"{micro_batch=}"
+        epoch, step = divmod(self.step, self.steps_per_epoch)
+        # dp ranks take turns: micro-batch i of rank d of 2 is micro-batch 2i + d of a single rank.
+        start = step * self.global_batch_size + (micro_batch * self.dp_size + self.dp_rank) * self.micro_batch_size
+        sequences = np.arange(start, start + self.micro_batch_size)
+        if self.shuffle:
+            sequences = permutation(self.num_sequences, self.seed, epoch)[sequences]
+        positions = sequences[:, None] * self.seq_length + np.arange(self.seq_length + 1)
+        batch = torch.from_numpy(self.ids[positions].astype(np.int64))  # (micro_batch_size, seq_length + 1)
+        if torch.device(self.device).type == "cuda":
+            batch = batch.pin_memory()  # only a copy from pinned memory does not wait for the GPU
+        batch = batch.to(self.device, non_blocking=True)
+        return {"input_ids": batch[:, :-1].contiguous(), "target_ids": batch[:, 1:].contiguous()}

@@ -1,0 +1,56 @@
+"""A linear layer whose backward can be split in two: I, the gradient for the input, and W, the gradient for the weight.
+
+I is what the previous stage waits for; W nobody waits for, so a schedule may run it later, in what would be idle time
+(Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2). Outside of `deferred_weight_gradients` the layer is
+exactly `torch.nn.functional.linear`.
+"""
+
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+
+_deferred = None  # the list that collects W closures while a backward runs as I; None: weight gradients at once
+
+
+@contextmanager
+def deferred_weight_gradients():
+    """Within it, backward leaves the weight gradients out and the yielded list gets one closure for each of them."""
+    global _deferred
+    _deferred = closures = []
+    try:
+        yield closures
+    finally:
+        _deferred = None
+
+
+def linear(x, weight, bias=None):
+    """x [..., in] · weight [out, in] transposed + bias [out] -> [..., out]."""
+    return _Linear.apply(x, weight, bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad
+        grad_rows = grad_output.flatten(0, -2)  # [tokens, out]
+        grad_input = grad_output @ weight if needs_input else None
+        grad_bias = grad_rows.sum(0) if needs_bias else None
+        grad_weight = None
+        if needs_weight and _deferred is None:
+            grad_weight = _weight_gradient(grad_rows, x)
+        elif needs_weight:
+            # `backward` on a leaf accumulates into .grad and calls its hooks, as an ordinary backward does: whoever
+            # listens there (data parallel) need not know that schedules exist.
+            _deferred.append(lambda: weight.backward(_weight_gradient(grad_rows, x)))
+        return grad_input, grad_weight, grad_bias
+
+
+def _weight_gradient(grad_rows, x):
+    return grad_rows.t() @ x.flatten(0, -2)  # [out, tokens] @ [tokens, in]

@@ -1,0 +1,189 @@
+"""Real processes for the tests: `pool.run(4, function, *args)` runs function(*args) on 4 gloo ranks, returns 4 results.
+
+The workers are forked once and used again by every test, since starting a Python that imports torch takes seconds. Only
+failures cost something: then all workers are killed, and the next run forks new ones.
+
+The function and the arguments travel by pickle, so the function has to be at the top level of a module. Plain pickle
+copies tensors; multiprocessing's own would pass them as file descriptors of shared memory.
+"""
+
+import contextlib
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import process_group_manager as pgm
+
+# Modules that torch imports late, each a matter of seconds: once in the parent instead of once in every worker.
+PRELOADED = ("torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes")
+GRACE_SECONDS = 3.0  # how long the other ranks may take to answer when one has failed: one of them may know why
+TOO_LATE = "did not return in"
+
+
+class WorkerError(RuntimeError):
+    """A rank raised an exception, died or did not return in time. The message holds the traceback."""
+
+
+@dataclass
+class Task:
+    """What one worker is told to do. `call` is the pickled (function, args)."""
+
+    call: bytes
+    rank: int
+    world_size: int
+    folder: str  # for the rendezvous file and the stack dumps of this run
+    timeout: float
+
+
+# ---------------------------------------------------------------- in the worker
+
+
+def serve(connection, parents_end):
+    """The life of a worker: receive a task, run it, send the answer; until the parent is gone."""
+    torch.set_num_threads(1)  # first of all: the parent's OpenMP threads did not survive the fork, using them hangs
+    parents_end.close()  # the fork copied it; while a copy is open, the parent's death does not close the pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair
+    while True:
+        try:
+            task = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        connection.send_bytes(perform(task))
+
+
+def perform(task):
+    """Run one task in a process group of its own. Returns a pickled (True, result) or (False, traceback)."""
+    rank, world_size = task.rank, task.world_size
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    torch.manual_seed(0)
+    with open(f"{task.folder}/stack_of_rank_{rank}", "w") as stack:
+        # A thread that needs no Python: whatever this process hangs in, it writes down the stack and ends the process.
+        faulthandler.dump_traceback_later(task.timeout, exit=True, file=stack)
+        try:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{task.folder}/rendezvous",  # a file: no port can collide
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=task.timeout),
+            )
+            function, args = pickle.loads(task.call)
+            answer = pickle.dumps((True, function(*args)))
+            if dist.is_initialized():
+                dist.barrier()  # a rank that leaves while others still connect makes them fail
+            return answer
+        except BaseException:  # SystemExit too: the worker has to outlive it
+            return pickle.dumps((False, f"raised\n{traceback.format_exc()}"))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            pgm.process_group_manager = None
+            torch.set_default_dtype(torch.float32)
+            faulthandler.cancel_dump_traceback_later()
+
+
+# ---------------------------------------------------------------- in the parent
+
+
+@dataclass
+class Worker:
+    process: multiprocessing.Process
+    connection: Connection
+
+    def send(self, task):
+        with contextlib.suppress(OSError):  # when the worker is dead already, receive() tells
+            self.connection.send_bytes(pickle.dumps(task))
+
+    def receive(self):
+        """(True, result), or (False, what became of the worker)."""
+        try:
+            return pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            self.process.join()
+            code = self.process.exitcode
+            return False, f"died: {signal.Signals(-code).name}" if code < 0 else f"died: exit code {code}"
+
+
+def fork_worker():
+    for module in PRELOADED:
+        importlib.import_module(module)
+    fork = multiprocessing.get_context("fork")
+    connection, worker_end = fork.Pipe()
+    process = fork.Process(target=serve, args=(worker_end, connection), daemon=True)
+    process.start()
+    worker_end.close()  # the worker now holds the only copy, so its death closes the pipe and wakes the parent
+    return Worker(process, connection)
+
+
+class WorkerPool:
+    """As many workers as the largest world size so far; worker i is rank i."""
+
+    def __init__(self):
+        self.workers = []
+
+    def run(self, world_size, function, *args, timeout=90):
+        """The results of function(*args) on each rank of a new process group, by rank. Raises WorkerError."""
+        call = pickle.dumps((function, args))
+        while len(self.workers) < world_size:
+            self.workers.append(fork_worker())
+        workers = self.workers[:world_size]
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                for rank, worker in enumerate(workers):
+                    worker.send(Task(call, rank, world_size, folder, timeout))
+                return collect(workers, folder, timeout)
+            except BaseException:  # Ctrl-C too: no later test may meet workers in an unknown state
+                self.close()
+                raise
+
+    def close(self):
+        for worker in self.workers:
+            worker.process.kill()
+        for worker in self.workers:
+            worker.process.join()
+            worker.connection.close()
+        self.workers = []
+
+
+def collect(workers, folder, timeout):
+    """The results by rank, or a WorkerError with the ranks that caused a failure; with all of them if none stands out."""
+    results, failures = {}, {}
+    waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
+    while waiting:
+        answered = wait(waiting, GRACE_SECONDS if failures else timeout + GRACE_SECONDS)
+        for connection in answered:
+            rank = waiting.pop(connection)
+            succeeded, answer = workers[rank].receive()
+            if not succeeded and (stack := stack_at_timeout(folder, rank)):
+                answer = f"{TOO_LATE} {timeout} s\n{stack}"
+            (results if succeeded else failures)[rank] = answer
+        if not answered:
+            failures = failures or {rank: "did not even begin" for rank in waiting.values()}
+            break
+    if failures:
+        causes = {rank: text for rank, text in failures.items() if is_cause(text)} or failures
+        raise WorkerError("\n".join(f"rank {rank} of {len(workers)} {causes[rank]}" for rank in sorted(causes)))
+    return [results[rank] for rank in range(len(workers))]
+
+
+def stack_at_timeout(folder, rank):
+    """Where a rank was when its time was up: the frames above this file's. Empty for a rank that was in time."""
+    path = Path(folder, f"stack_of_rank_{rank}")
+    return path.read_text().partition(f'  File "{__file__}"')[0] if path.exists() else ""
+
+
+def is_cause(failure):
+    """No hang, and no error of gloo itself: "connection closed by peer" is the echo of what happened on another rank."""
+    return not failure.startswith(TOO_LATE) and "gloo/transport" not in failure
