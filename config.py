@@ -151,7 +151,7 @@ class Config(Section):
 
 
 def requirements(config: Config) -> Iterator[tuple[bool, str]]:
-    """(does it hold, what must hold) for keys that have to fit each other. Full names are printed with their values."""
+    """(does it hold, what must hold) for keys that have to fit each other; `unmet` adds to each full name its value."""
     d, m, t, data = config.distributed, config.model, config.training, config.dataset
     common = math.gcd(m.num_attention_heads, m.num_key_value_heads, m.intermediate_size)
     tp_sizes = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)
@@ -161,7 +161,7 @@ def requirements(config: Config) -> Iterator[tuple[bool, str]]:
     divides = m.num_attention_heads % m.num_key_value_heads == 0
     yield divides, "model.num_key_value_heads: must divide model.num_attention_heads"
     divides = m.head_dim is not None
-    yield divides, "model.hidden_size: must be a multiple of model.num_attention_heads, or model.head_dim be given"
+    yield divides, "model.hidden_size: must be a multiple of model.num_attention_heads while model.head_dim"
     even = (m.head_dim or 0) % 2 == 0  # rotary embeddings turn pairs
     yield even, "model.head_dim: must be even; left out it is model.hidden_size / model.num_attention_heads"
     rope, needs = m.rope_parameters, ROPE_NEEDS[m.rope_parameters["rope_type"]]
@@ -183,7 +183,7 @@ def requirements(config: Config) -> Iterator[tuple[bool, str]]:
     yield t.warmup_steps <= t.steps, "training.warmup_steps: must be at most training.steps"
     yield (data.name is None) != (data.files is None), "dataset.name, dataset.files: give one, let the other be null"
     for file in data.files or []:
-        known = os.path.splitext(file)[1] in (".txt", ".jsonl", ".parquet")
+        known = os.path.splitext(file)[1].lower() in (".txt", ".jsonl", ".parquet")
         yield known, f"dataset.files: {file} must end in .txt, .jsonl or .parquet"
         yield os.path.isfile(file), f"dataset.files: {file} is not a file here"
 

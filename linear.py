@@ -32,12 +32,13 @@ def linear(x, weight, bias=None):
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x)
+        ctx.weight = weight  # the parameter itself: a saved tensor may come back (from recomputation) as a copy of it
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad_output):
-        x, weight = ctx.saved_tensors
+        (x,), weight = ctx.saved_tensors, ctx.weight
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad
         grad_rows = grad_output.flatten(0, -2)  # [tokens, out]
         grad_input = grad_output @ weight if needs_input else None

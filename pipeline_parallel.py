@@ -11,16 +11,22 @@ micro-batch i. So no shape, flag or None ever travels.
 """
 
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import process_group_manager as pgm
 from linear import deferred_weight_gradients
 from model import rotary_tables
 from schedules import Action, find_schedule, placement_of
 from timetable import rank_program
+
+LOGITS_BYTES = 256 * 2**20  # float32 logits that the loss may hold at once: more cost memory, fewer cost a second product
+# No dropout in the model, so no random state to bring back.
+recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def distribute_layers(num_layers, num_stages, layers_per_stage=None):
@@ -44,10 +50,11 @@ class PipelineParallel(nn.Module):
     """The stages of this pp rank, one per model chunk, with the parameter names of the whole model.
 
     Takes a meta-device `Llama` and keeps what its stages need; whether a stage is first or last is asked of the stage,
-    never of the rank (in a V, rank 0 holds both ends).
+    never of the rank (in a V, rank 0 holds both ends). With `recompute_every` k, every k-th layer keeps only its input
+    and runs forward once more in backward (arXiv 1604.06174).
     """
 
-    def __init__(self, model, pp_engine="1f1b", num_chunks=1, pp_layers=None):
+    def __init__(self, model, pp_engine="1f1b", num_chunks=1, pp_layers=None, recompute_every=0):
         super().__init__()
         manager = pgm.process_group_manager
         self.config, self.pp_engine, self.num_chunks = model.config, pp_engine, num_chunks
@@ -71,7 +78,7 @@ class PipelineParallel(nn.Module):
             for end in filter(None, (self.embedding, self.final_proj)):
                 end.weight.has_copy, end.weight.is_copy = True, end is self.final_proj
         self.loss_function = model.loss_function
-        self.show_transfers = False
+        self.recompute_every, self.show_transfers = recompute_every, False
         self._rotary = None
 
     def is_first(self, chunk):
@@ -80,17 +87,41 @@ class PipelineParallel(nn.Module):
     def is_last(self, chunk):
         return self.stages[chunk] == self.num_stages - 1
 
-    def forward(self, x, chunk=0):
-        """tokens [b, s] or hidden states [b, s, h] -> hidden states [b, s, h], or logits [b, s, v] on the last stage."""
+    def forward(self, x, chunk=0, targets=None):
+        """tokens [b, s] or hidden states [b, s, h] -> hidden states [b, s, h]; on the last stage the loss of `targets`.
+
+        Without `targets` the last stage gives logits [b, s, v], or this tp rank's share of them.
+        """
         if self._rotary is None or self._rotary[0].device != x.device:
             self._rotary = rotary_tables(self.config, x.device)
         if self.is_first(chunk):
             x = self.embedding(x)
         for i in self.layers[self.stages[chunk]]:
-            x = self.decoder_layers[str(i)](x, *self._rotary)
+            layer = self.decoder_layers[str(i)]
+            if self.recompute_every and i % self.recompute_every == 0 and torch.is_grad_enabled():
+                layer = partial(recompute, layer)
+            x = layer(x, *self._rotary)
         if self.is_last(chunk):
-            x = self.final_proj(self.final_norm(x))
+            x = self.final_norm(x)
+            return self.final_proj(x) if targets is None else self.loss(x, targets)
         return x
+
+    def loss(self, x, targets):
+        """Mean cross entropy [] of hidden states [b, s, h], in pieces of the sequence whose logits fit LOGITS_BYTES.
+
+        With one piece the logits are kept for backward; with several, each piece's are made again there.
+        """
+
+        def piece_loss(x, targets):
+            return self.loss_function(self.final_proj(x), targets)
+
+        logits_bytes = targets.numel() * self.final_proj.weight.size(0) * torch.float32.itemsize
+        num_pieces = min(-(-logits_bytes // LOGITS_BYTES), targets.size(1))
+        if num_pieces == 1:
+            return piece_loss(x, targets)
+        pieces = zip(x.tensor_split(num_pieces, dim=1), targets.tensor_split(num_pieces, dim=1), strict=True)
+        # Each piece's mean counts by its share of the tokens.
+        return sum(recompute(piece_loss, *piece) * (piece[1].numel() / targets.numel()) for piece in pieces)
 
 
 # --- communication ----------------------------------------------------------------------------------------------------
@@ -139,10 +170,10 @@ class ScheduleRun:
         x = batch["input_ids"] if self.model.is_first(chunk) else self._take((False, stage, microbatch))
         if x.is_floating_point() and not self.forward_only:
             x.requires_grad_()  # its .grad is what goes to the stage before
-        output = self.model(x, chunk)
+        output = self.model(x, chunk, batch["target_ids"])
         if self.model.is_last(chunk):
             # Here and nowhere else the loss is scaled: gradients of micro-batches add up to that of their mean.
-            output = self.model.loss_function(output, batch["target_ids"]) / self.num_microbatches
+            output = output / self.num_microbatches
             self.losses[microbatch] = output.detach()
         else:
             self._put((False, stage + 1, microbatch), output.detach())

@@ -8,12 +8,17 @@ joins the processes and makes one process group per line of that grid; everybody
 """
 
 import os
+import signal
+import sys
+import time
+import traceback
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 process_group_manager = None  # the one ProcessGroupManager of this process, made by setup_process_group_manager
+store = None  # the key-value store that all processes share, made by join_processes
 LATE_START = timedelta(hours=2)  # how long the first rank waits for the last one to arrive
 
 
@@ -43,6 +48,7 @@ def choose_device(name):
 
 def join_processes(device, timeout_seconds):
     """`init_process_group` for torchrun's processes, or for this one process alone. Collectives time out; arriving does not."""
+    global store
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -113,3 +119,39 @@ def setup_process_group_manager(tp_size, pp_size, dp_size, device=torch.device("
     process_group_manager = ProcessGroupManager(tp_size, pp_size, dp_size)
     process_group_manager.warm_up(device)
     return process_group_manager
+
+
+# --- when a rank fails ------------------------------------------------------------------------------------------------
+
+
+def is_echo(error):
+    """Whether `error` only says that another rank is gone or late: a broken connection or a collective's timeout."""
+    lost = ("gloo/transport", "Connection closed", "Connection reset", "Timed out", "timed out", "NCCL")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in lost)
+
+
+def report_failure(error):
+    """Says once, for all ranks, why the run ends, and ends this process with exit code 1.
+
+    An error of its own is printed by the first rank that has it; a rank that merely lost its connection first gives the
+    others time to say more, and then names the ranks that did not even get here.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun wants to end us; it waits 30 s
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    text = "".join(traceback.format_exception(error))
+    try:
+        store.set(f"stopped/{rank}", "")
+        if is_echo(error):
+            time.sleep(3)
+            gone = [other for other in range(world_size) if not store.check([f"stopped/{other}"])]
+            reason = str(error).strip().splitlines()[0]
+            text = f"rank {', '.join(map(str, gone)) or '?'} does not answer any more; the run ends ({reason})"
+            is_first = store.add("failures", 1) == 1
+        else:
+            store.add("failures", 1)
+            is_first = store.add(f"failure/{type(error).__name__}/{error}", 1) == 1
+    except RuntimeError:  # the store went down with its host
+        is_first = True
+    if is_first:
+        print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
+    os._exit(1)  # without the tidy ending, which would wait for ranks that are gone

@@ -18,6 +18,7 @@ A schedule of your own is such a function in a file of yours: `distributed.pp_en
 import importlib.util
 import inspect
 import sys
+import traceback
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ class Action(NamedTuple):
     microbatch: int
 
     def __str__(self):
-        return f"{self.kind}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
+        return f"{self.kind}{self.microbatch}" + "'" * self.chunk  # F3' is F3 of chunk 1
 
 
 def F(microbatch, chunk=0):
@@ -224,39 +225,72 @@ def find_schedule(name):
     """The schedule function called `name`: one of SCHEDULES, or `path/to/file.py:function`. Raises ValueError."""
     if name in SCHEDULES:
         return SCHEDULES[name]
-    path, colon, function_name = name.rpartition(":")
-    if not colon:
+    path, _, function_name = name.rpartition(":")
+    if not path.endswith(".py"):
         known = ", ".join(SCHEDULES)
         raise ValueError(f"distributed.pp_engine: {name!r} is not a schedule; use one of {known}, or file.py:function")
     if not Path(path).is_file():
         raise ValueError(f"distributed.pp_engine: {name!r}: there is no file {path!r}")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not callable(getattr(module, function_name, None)):
+    try:
+        spec.loader.exec_module(module)
+    except Exception as problem:
+        raise ValueError(
+            f"distributed.pp_engine: {name!r} cannot be loaded: {_with_line(problem, spec.origin)}"
+        ) from problem
+    if not inspect.isfunction(getattr(module, function_name, None)):
         raise ValueError(f"distributed.pp_engine: {name!r}: {path} has no function {function_name!r}")
     return getattr(module, function_name)
+
+
+def _with_line(problem, path):
+    """An exception in a user's file as one line, with the last line of that file that it went through."""
+    lines = [frame.lineno for frame in traceback.extract_tb(problem.__traceback__) if frame.filename == path]
+    text = f"{type(problem).__name__}: {problem}"  # a SyntaxError knows its line itself
+    return f"{text} ({path}, line {lines[-1]})" if lines else text
 
 
 def placement_of(schedule):
     return getattr(schedule, "placement", loop)
 
 
+def chunks_of(schedule):
+    """How many model chunks a rank `schedule` takes; None if that is free, as the parameter num_chunks."""
+    if placement_of(schedule) is v_shape:
+        return 2
+    return None if "num_chunks" in inspect.signature(schedule).parameters else 1
+
+
 def check_chunks(schedule, num_chunks):
     """Raises ValueError unless `schedule` can be made for `num_chunks` model chunks a rank."""
-    name = schedule.__name__
-    if placement_of(schedule) is v_shape:
-        if num_chunks != 2:
-            raise ValueError(f"distributed.pp_chunks: {num_chunks}, but {name} folds the model into a V: use 2")
-    elif "num_chunks" not in inspect.signature(schedule).parameters and num_chunks != 1:
-        raise ValueError(f"distributed.pp_chunks: {num_chunks}, but {name} has one chunk a rank: use 1")
+    needed, name = chunks_of(schedule), schedule.__name__
+    if needed not in (None, num_chunks):
+        why = "folds the model into a V" if needed == 2 else "has one chunk a rank"
+        raise ValueError(f"distributed.pp_chunks: {num_chunks}, but {name} {why}: use {needed}")
 
 
 def action_lists(schedule, pp_size, num_microbatches, num_chunks=1):
-    """Every rank's list of actions."""
+    """Every rank's list of actions. Raises ValueError when the function fails or makes something else."""
     takes_chunks = "num_chunks" in inspect.signature(schedule).parameters
-    arguments = (num_microbatches, num_chunks) if takes_chunks else (num_microbatches,)
-    return [list(schedule(pp_rank, pp_size, *arguments)) for pp_rank in range(pp_size)]
+    numbers = (pp_size, num_microbatches, num_chunks) if takes_chunks else (pp_size, num_microbatches)
+    lists = []
+    for pp_rank in range(pp_size):
+        call = f"{schedule.__name__}{(pp_rank, *numbers)}"
+        try:
+            actions = schedule(pp_rank, *numbers)
+        except Exception as problem:
+            raise ValueError(f"{call} failed: {_with_line(problem, inspect.getsourcefile(schedule))}") from problem
+        if not isinstance(actions, list):
+            raise ValueError(f"{call} returned {actions!r:.100}; it must return a list of actions")
+        for action in actions:
+            if not (isinstance(action, Action) and type(action.chunk) is type(action.microbatch) is int):
+                raise ValueError(
+                    f"{call} returned a list with {action!r:.100} in it; make every action with F, B, I or W and whole "
+                    "numbers, as in F(microbatch) or B(microbatch, chunk)"
+                )
+        lists.append(actions)
+    return lists
 
 
 if __name__ == "__main__":

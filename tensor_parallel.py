@@ -263,7 +263,9 @@ def apply_tensor_parallel(model, sequence_parallel=False):
                 setattr(block, name, ColumnParallelLinear(getattr(block, name), region, enters=False))
             setattr(block, row, RowParallelLinear(getattr(block, row), region))
     model.embedding = VocabParallelEmbedding(model.embedding, region)
-    model.final_proj = ColumnParallelLinear(model.final_proj, region)
+    # The head's f stands behind the final norm: the loss may go through the head in pieces of the sequence.
+    model.final_norm.register_forward_hook(lambda norm, arguments, x: region.enter(x))
+    model.final_proj = ColumnParallelLinear(model.final_proj, region, enters=False)
     model.loss_function = VocabParallelCrossEntropy(model.config.vocab_size, region)
     if model.config.tie_word_embeddings:
         model.tie_weights()

@@ -5,12 +5,17 @@ the picture, the bubble, the activations held, the explanation of a deadlock, an
 `pipeline_parallel.py` runs, with the communication in it.
 """
 
+import copy
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 from schedules import Action, action_lists, check_chunks, find_schedule, placement_of
 
 UNIT_COSTS = {"F": 1, "B": 2, "I": 1, "W": 1}  # per chunk, in ticks
+
+# What a micro-batch has been through in a stage, and what may come next: F, then B or I and W, each once.
+AFTER = {("", "F"): "F", ("F", "B"): "FB", ("F", "I"): "FI", ("FI", "W"): "FIW"}
 
 
 class ScheduleError(ValueError):
@@ -28,6 +33,20 @@ class Transfer(NamedTuple):
     target_rank: int
 
 
+class Box(NamedTuple):
+    """An action with its place and time, as it is drawn."""
+
+    kind: str
+    chunk: int
+    microbatch: int
+    stage: int
+    start: float
+    end: float
+
+    def __str__(self):
+        return str(Action(self.kind, self.chunk, self.microbatch))
+
+
 class Timetable:
     """Plays `lists` (one list of actions a rank). Raises ScheduleError when they are wrong or wait in a circle.
 
@@ -35,103 +54,140 @@ class Timetable:
     chunk); `transfer` is the time a result takes to reach another rank.
     """
 
-    def __init__(self, lists, placement, num_microbatches, num_chunks=1, costs=UNIT_COSTS, transfer=0, forward_only=False):
+    def __init__(
+        self, lists, placement, num_microbatches, num_chunks=1, costs=UNIT_COSTS, transfer=0, forward_only=False
+    ):
         self.lists, self.costs, self.transfer = lists, costs, transfer
         self.pp_size, self.num_microbatches, self.num_chunks = len(lists), num_microbatches, num_chunks
         self.num_stages = self.pp_size * num_chunks
         self.stages = [[placement(r, c, self.pp_size) for c in range(num_chunks)] for r in range(self.pp_size)]
+        if sorted(chain(*self.stages)) != list(range(self.num_stages)):
+            raise ScheduleError(f"the placement must give each of {self.num_stages} stages to one rank: {self.stages}")
         self.rank_of = {stage: rank for rank, stages in enumerate(self.stages) for stage in stages}
         for rank in range(self.pp_size):
             self._check_list(rank, forward_only)
         self._play()
 
+    def with_costs(self, costs, transfer=0):
+        """The same lists, played at other costs."""
+        other = copy.copy(self)
+        other.costs, other.transfer = costs, transfer
+        other._play()
+        return other
+
     # --- checks -------------------------------------------------------------------------------------------------
 
     def _check_list(self, rank, forward_only):
         """Each micro-batch of each chunk exactly once: F, then B or I and W."""
-        done = set()
+        done = {(chunk, i): "" for chunk in range(self.num_chunks) for i in range(self.num_microbatches)}
+        for kind, chunk, microbatch in self.lists[rank]:
+            before = done.get((chunk, microbatch))
+            after = AFTER.get((before, kind))
+            if after is None:
+                raise ScheduleError(f"rank {rank}: {self._what_is_wrong(rank, kind, chunk, microbatch, before)}")
+            done[chunk, microbatch] = after
+        complete = ("F",) if forward_only else ("FB", "FIW")
+        for (chunk, microbatch), history in done.items():
+            if history not in complete:
+                missing, why = {
+                    "": ("F", ""),
+                    "F": ("B", f", the backward of F{microbatch} (or I and W)"),
+                    "FI": ("W", f", the weight half that I{microbatch} leaves over"),
+                }[history]
+                raise ScheduleError(f"rank {rank}: {self._name(rank, missing, chunk, microbatch)} is missing{why}")
 
-        def require(condition, action, why):
-            if not condition:
-                raise ScheduleError(f"rank {rank}: {self._name(rank, action)} {why}")
+    def _what_is_wrong(self, rank, kind, chunk, microbatch, before):
+        """Why `kind` may not follow upon `before`, in words."""
+        if kind not in ("F", "B", "I", "W"):
+            return f"there is no kind of action {kind!r}: the kinds are F, B, I and W"
+        if not 0 <= chunk < self.num_chunks:
+            return f"there is no {kind}{microbatch} of chunk {chunk}: the chunks are 0 to {self.num_chunks - 1}"
+        if not 0 <= microbatch < self.num_microbatches:
+            return f"there is no {kind}{microbatch}: the micro-batches are 0 to {self.num_microbatches - 1}"
+        name = self._name(rank, kind, chunk, microbatch)
+        if kind in before:
+            return f"{name} is there twice"
+        if kind == "W":
+            return f"{name} has no I{microbatch} before it: W is the weight half that I leaves over"
+        if before == "":
+            return f"{name} comes before its forward F{microbatch}"
+        return f"{name} is a second backward after {before[1]}{microbatch}: B, or I and W, not both"
 
-        for action in self.lists[rank]:
-            kind, chunk, microbatch = action
-            if kind not in "FBIW" or not 0 <= chunk < self.num_chunks or not 0 <= microbatch < self.num_microbatches:
-                raise ScheduleError(
-                    f"rank {rank}: there is no action {kind}{microbatch} of chunk {chunk}: kinds are F, B, I, W, chunks "
-                    f"0 to {self.num_chunks - 1}, micro-batches 0 to {self.num_microbatches - 1}"
-                )
-            F, B, I, W = (Action(k, chunk, microbatch) for k in "FBIW")  # noqa: E741
-            require(action not in done, action, "is there twice")
-            if kind in "BI":
-                require(F in done, action, f"comes before its forward {F}")
-                require(not {B, I} & done, action, "is a second backward of the same micro-batch: B, or I and W, not both")
-            if kind == "W":
-                require(I in done, action, f"has no {I} before it: W is the weight half that I leaves over")
-            done.add(action)
-        for chunk in range(self.num_chunks):
-            for microbatch in range(self.num_microbatches):
-                F, B, I, W = (Action(k, chunk, microbatch) for k in "FBIW")  # noqa: E741
-                require(F in done, F, "is missing")
-                if not forward_only:
-                    require({B, I} & done, B, "is missing: no backward for this micro-batch")
-                    require(B in done or W in done, W, f"is missing: {I} leaves the weight gradient over")
-
-    def _name(self, rank, action):
-        return f"{action.kind}{action.microbatch} of stage {self.stages[rank][action.chunk]}"
+    def _name(self, rank, kind, chunk, microbatch):
+        return f"{kind}{microbatch} of stage {self.stages[rank][chunk]}"
 
     # --- the play -----------------------------------------------------------------------------------------------
 
-    def _needs(self, kind, stage, microbatch):
-        """(is_backward, stage, micro-batch) of the result that an action waits for; None if it waits for nobody."""
-        if kind == "F" and stage > 0:
-            return False, stage - 1, microbatch
-        if kind in "BI" and stage < self.num_stages - 1:
-            return True, stage + 1, microbatch
-        return None
-
     def _play(self):
-        finished = {}  # result -> when it was made
-        waiting = {}  # result -> the rank that stands still until it is made
+        made = {  # (is it a backward, stage) -> when its result for each micro-batch was made, None until then
+            (is_backward, stage): [None] * self.num_microbatches
+            for is_backward in (False, True)
+            for stage in range(self.num_stages)
+        }
         self.starts, self.ends = [[] for _ in self.lists], [[] for _ in self.lists]
-        runnable = list(range(self.pp_size))
-        while runnable:
-            rank = runnable.pop()
-            starts, ends, actions, stages = self.starts[rank], self.ends[rank], self.lists[rank], self.stages[rank]
-            now = ends[-1] if ends else 0
-            for kind, chunk, microbatch in actions[len(ends) :]:
-                stage = stages[chunk]
-                needs = self._needs(kind, stage, microbatch)
-                if needs is not None:
-                    if needs not in finished:
-                        waiting[needs] = rank
-                        break
-                    travel = self.transfer if self.rank_of[needs[1]] != rank else 0
-                    now = max(now, finished[needs] + travel)
-                starts.append(now)
-                now += self.costs[kind]
-                ends.append(now)
-                if kind != "W":
-                    result = (kind != "F", stage, microbatch)
-                    finished[result] = now
-                    if result in waiting:
-                        runnable.append(waiting.pop(result))
-        if waiting:
-            raise ScheduleError("deadlock: " + "; ".join(self._who_waits(waiting)))
+        ranks = [self._play_rank(rank, made) for rank in range(self.pp_size)]
+        while ranks:
+            num_ended = sum(map(len, self.ends))
+            ranks = [rank for rank in ranks if next(rank, None)]
+            if ranks and num_ended == sum(map(len, self.ends)):  # nobody could do anything
+                raise ScheduleError(f"deadlock: {self._who_waits()}")
 
-    def _who_waits(self, waiting):
-        for (is_backward, stage, microbatch), rank in sorted(waiting.items(), key=lambda item: item[1]):
+    def _play_rank(self, rank, made):
+        """Runs the list of `rank`; yields True as long as it has to wait for another rank."""
+        wires = {}  # (kind, chunk) -> results it needs, the time they travel, results it makes, cost
+        for chunk, stage in enumerate(self.stages[rank]):
+            for kind, cost in self.costs.items():
+                source = self._source(kind, stage)
+                travel = self.transfer if self.rank_of.get(source, rank) != rank else 0
+                needed = made.get((kind != "F", source))
+                wires[kind, chunk] = needed, travel, made[kind != "F", stage] if kind != "W" else None, cost
+        starts, ends, now = self.starts[rank], self.ends[rank], 0
+        for kind, chunk, microbatch in self.lists[rank]:
+            needed, travel, results, cost = wires[kind, chunk]
+            if needed is not None:
+                while needed[microbatch] is None:
+                    yield True
+                now = max(now, needed[microbatch] + travel)
+            starts.append(now)
+            now += cost
+            ends.append(now)
+            if results is not None:
+                results[microbatch] = now
+
+    def _source(self, kind, stage):
+        """The stage whose result an action of `stage` waits for (beyond the ends there is none); None for W."""
+        return {"F": stage - 1, "B": stage + 1, "I": stage + 1}.get(kind)
+
+    def _who_waits(self):
+        """Follows, from a rank that stands still, who waits for whom until that closes in a circle; the circle in words."""
+        rank = next(rank for rank, actions in enumerate(self.lists) if len(self.ends[rank]) < len(actions))
+        texts = {}
+        while rank not in texts:
             stuck = self.lists[rank][len(self.ends[rank])]
-            other = self.rank_of[stage]
-            result = f"{'B' if is_backward else 'F'}{microbatch} of stage {stage}"
-            yield f"rank {rank}, about to run {self._name(rank, stuck)}, waits for {result} (rank {other})"
+            source = self._source(stuck.kind, self.stages[rank][stuck.chunk])
+            other, kinds = self.rank_of[source], "F" if stuck.kind == "F" else "BI"
+            chunk = self.stages[other].index(source)
+            kind = next(k for k, c, i in self.lists[other] if k in kinds and (c, i) == (chunk, stuck.microbatch))
+            result = self._name(other, kind, chunk, stuck.microbatch)
+            where = "later in its own list" if other == rank else f"on rank {other}"
+            texts[rank] = f"rank {rank}, about to run {self._name(rank, *stuck)}, waits for {result} ({where})"
+            rank = other
+        circle = list(texts)
+        return "; ".join(texts[r] for r in circle[circle.index(rank) :])
+
+    @property
+    def boxes(self):
+        """The actions of every rank with their times."""
+        return [
+            [Box(*action, stages[action.chunk], *map(float, times)) for action, *times in zip(*columns, strict=True)]
+            for stages, *columns in zip(self.stages, self.lists, self.starts, self.ends, strict=True)
+        ]
 
     # --- figures --------------------------------------------------------------------------------------------------
 
     @property
     def step_time(self):
-        return max(ends[-1] for ends in self.ends if ends)
+        return max(ends[-1] for ends in self.ends)
 
     @property
     def idle(self):
@@ -155,21 +211,30 @@ class Timetable:
             peaks.append(peak / self.num_chunks)
         return peaks
 
+    @property
+    def num_transfers(self):
+        return sum(1 for rank in range(self.pp_size) for _ in self._sends(rank))
+
     # --- communication ----------------------------------------------------------------------------------------------
+
+    def _sends(self, rank):
+        """The results that other ranks need, in the order in which `rank` makes them."""
+        for action, tick in zip(self.lists[rank], self.ends[rank], strict=True):
+            if action.kind != "W":
+                stage = self.stages[rank][action.chunk]
+                target_stage = stage + 1 if action.kind == "F" else stage - 1
+                target = self.rank_of.get(target_stage, rank)  # nobody beyond the first and the last stage
+                if target != rank:
+                    yield Transfer(tick, action, stage, target_stage, rank, target)
 
     def _transfers_of(self, rank):
         """All transfers that `rank` sends or receives, by tick, each tick's in an order that both ends derive alike."""
+        neighbours = {self.rank_of.get(stage + step, rank) for stage in self.stages[rank] for step in (-1, 0, 1)}
         by_tick = {}
-        for source in range(self.pp_size):
-            for chunk, stage in enumerate(self.stages[source]):
-                for kinds, target_stage in (("F", stage + 1), ("BI", stage - 1)):
-                    target = self.rank_of.get(target_stage)  # None beyond the first and the last stage
-                    if target is None or source == target or rank not in (source, target):
-                        continue
-                    for action, tick in zip(self.lists[source], self.ends[source], strict=True):
-                        if action.chunk == chunk and action.kind in kinds:
-                            transfer = Transfer(tick, action, stage, target_stage, source, target)
-                            by_tick.setdefault(tick, []).append(transfer)
+        for source in neighbours:
+            for transfer in self._sends(source):
+                if rank in (source, transfer.target_rank):
+                    by_tick.setdefault(transfer.tick, []).append(transfer)
         return {tick: sorted(by_tick[tick], key=lambda t: (t.source_stage, t.target_stage)) for tick in sorted(by_tick)}
 
     def rank_program(self, rank):
@@ -192,17 +257,31 @@ class Timetable:
 
 
 def make_timetable(pp_engine, pp_size, num_microbatches, num_chunks=1, forward_only=False, **costs):
-    """The Timetable of a schedule by name. Raises ValueError where the schedule is unknown or does not take the numbers."""
+    """The Timetable of a schedule by name. Raises ValueError where the schedule is unknown, wrong or not made for the numbers."""
     schedule = find_schedule(pp_engine)
     check_chunks(schedule, num_chunks)
     lists = action_lists(schedule, pp_size, num_microbatches, num_chunks)
     if forward_only:  # evaluation runs the same schedule without its backwards
         lists = [[action for action in actions if action.kind == "F"] for actions in lists]
-    return Timetable(lists, placement_of(schedule), num_microbatches, num_chunks, forward_only=forward_only, **costs)
+    try:
+        return Timetable(
+            lists, placement_of(schedule), num_microbatches, num_chunks, forward_only=forward_only, **costs
+        )
+    except ScheduleError as problem:
+        numbers = f"pp_size {pp_size} and {num_microbatches} micro-batches"
+        raise ScheduleError(f"distributed.pp_engine: {pp_engine!r} with {numbers}: {problem}") from None
+
+
+_timetable_of_the_run = lru_cache(make_timetable)  # costs of 1 give every rank the same table
 
 
 @lru_cache
 def rank_program(pp_engine, pp_rank, pp_size, num_microbatches, num_chunks=1, forward_only=False):
-    """The program of one rank, made once a run: costs of 1 give every rank the same table."""
-    timetable = make_timetable(pp_engine, pp_size, num_microbatches, num_chunks, forward_only)
-    return timetable.rank_program(pp_rank)
+    """The program of one rank, made once a run."""
+    return _timetable_of_the_run(pp_engine, pp_size, num_microbatches, num_chunks, forward_only).rank_program(pp_rank)
+
+
+def predicted_bubble(pp_engine, pp_size, num_microbatches, num_chunks, mean_seconds, transfer=0):
+    """The bubble when every F, B, I, W of a chunk takes its `mean_seconds` (by kind; those that the schedule uses)."""
+    timetable = _timetable_of_the_run(pp_engine, pp_size, num_microbatches, num_chunks, False)
+    return timetable.with_costs(mean_seconds, transfer).bubble

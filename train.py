@@ -239,9 +239,15 @@ def main(arguments=None):
         device, data_loader = set_up(config)
     except (ValueError, OSError) as problem:
         stop(problem)
-    train(config, device, data_loader)
+    try:
+        train(config, device, data_loader)
+    except Exception as error:
+        pgm.report_failure(error)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:  # Ctrl-C reaches every rank: no stack trace from any of them
+        os._exit(130)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
+import pipeline_parallel
 import process_group_manager as pgm
 from data_parallel import DataParallelBucket
 from model import Llama, build_on_meta, materialize, named_parameters
@@ -44,15 +45,16 @@ class RandomMicroBatches:
 
 def train_on_layout(
     tp=1, pp=1, dp=1, *, config, engine="1f1b", chunks=1, microbatches=4, steps=1, clip=None, dtype=torch.float64,
-    pp_layers=None, zero1=False, sequence_parallel=False, bucket_elements=1000, **_,
+    pp_layers=None, zero1=False, sequence_parallel=False, bucket_elements=1000, recompute_every=0, logits_bytes=2**28,
 ):  # fmt: skip
     """Trains on this worker's rank of the layout. Returns what `assemble` puts together."""
-    manager = pgm.setup_process_group_manager(tp, pp, dp)
+    manager = pgm.process_group_manager or pgm.setup_process_group_manager(tp, pp, dp)
+    pipeline_parallel.LOGITS_BYTES = logits_bytes
     model = apply_tensor_parallel(build_on_meta(config, dtype), sequence_parallel)
-    model = PipelineParallel(model, engine, chunks, pp_layers)
+    model = PipelineParallel(model, engine, chunks, pp_layers, recompute_every)
     materialize(model, config, seed=1, device=torch.device("cpu"))
     data_parallel = DataParallelBucket(model, zero1, bucket_elements)
-    optimizer = data_parallel.optimizer(weight_decay=0.1, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = data_parallel.optimizer(weight_decay=0.1, lr=0.001, betas=(0.9, 0.95), eps=1e-8)
     data_loader = RandomMicroBatches(config.vocab_size, microbatches, manager.dp_rank, dp)
     shapes = (MICRO_BATCH_SIZE, SEQ_LENGTH // (tp if sequence_parallel else 1), config.hidden_size)
     result = {"losses": [], "norms": [], "initial": snapshot(model)}
@@ -124,7 +126,7 @@ def train_plainly(config, microbatches=4, steps=1, clip=None, dtype=torch.float6
         {"params": [p for p in parameters.values() if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = torch.optim.AdamW(groups, lr=0.001, betas=(0.9, 0.95), eps=1e-8)
     data_loader = RandomMicroBatches(config.vocab_size, microbatches)
     result = {"losses": [], "norms": [], "initial": {name: p.detach().clone() for name, p in parameters.items()}}
     for step in range(steps):

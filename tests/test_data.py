@@ -504,9 +504,10 @@ def test_uint32_tokens(tmp_path):
     ]
 
 
-def test_too_little_data_for_a_sequence(tmp_path):
-    tokens = prepare_tokens(section(tmp_path, files=write(tmp_path, a_txt="twenty characters ab")))
-    with pytest.raises(ValueError, match="^the data set has 20 tokens; one sequence needs 33$"):
+@pytest.mark.parametrize("num_tokens", [20, 32])
+def test_too_little_data_for_a_sequence(tmp_path, num_tokens):
+    tokens = prepare_tokens(section(tmp_path, files=write(tmp_path, a_txt="x" * num_tokens)))
+    with pytest.raises(ValueError, match=f"^the data set has {num_tokens} tokens; one sequence needs 33$"):
         make_loader(tokens, seq_length=32)
 
 

@@ -9,6 +9,7 @@ copies tensors; multiprocessing's own would pass them as file descriptors of sha
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -55,6 +56,7 @@ def serve(connection, parents_end):
     torch.set_num_threads(1)  # first of all: the parent's OpenMP threads did not survive the fork, using them hangs
     parents_end.close()  # the fork copied it; while a copy is open, the parent's death does not close the pipe
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair
+    gc.freeze()  # what was inherited is not garbage: perform() collects in no time
     while True:
         try:
             task = pickle.loads(connection.recv_bytes())
@@ -90,6 +92,7 @@ def perform(task):
             if dist.is_initialized():
                 dist.destroy_process_group()
             pgm.process_group_manager = None
+            gc.collect()  # a group has threads and sockets of its own, until nothing (a model in a cycle) refers to it
             torch.set_default_dtype(torch.float32)
             faulthandler.cancel_dump_traceback_later()
 
@@ -158,7 +161,7 @@ class WorkerPool:
 
 
 def collect(workers, folder, timeout):
-    """The results by rank, or a WorkerError with the ranks that caused a failure; with all of them if none stands out."""
+    """The results by rank, or a WorkerError with the ranks that caused a failure (with all, if none stands out)."""
     results, failures = {}, {}
     waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
     while waiting:
@@ -185,5 +188,5 @@ def stack_at_timeout(folder, rank):
 
 
 def is_cause(failure):
-    """No hang, and no error of gloo itself: "connection closed by peer" is the echo of what happened on another rank."""
+    """No hang, and no error of gloo itself: "connection closed by peer" echoes what happened on another rank."""
     return not failure.startswith(TOO_LATE) and "gloo/transport" not in failure

@@ -1,0 +1,301 @@
+"""Checkpoints: Hugging Face model folders with the optimizer's state beside the weights, for every layout.
+
+    config.json, generation_config.json, tokenizer files    so AutoModelForCausalLM.from_pretrained(folder) works
+    model-00001-of-00018.safetensors …                      a shard for the embedding, for each layer, for the head
+    optimizer-exp_avg-00001-of-00018.safetensors …          Adam's two moments, under the same tensor names,
+    optimizer-exp_avg_sq-…, optimizer-master-…              and the float32 weights of a bfloat16 model
+    trainer_state.json                                      step, place in the data, settings
+    SHA256SUMS                                              see checkpoint_folder.py
+
+Every tensor is written whole, and the model alone decides which shard holds it. So no layout is in any file, and each
+layout reads what any other wrote. The shards of a pipeline stage are shared out over its tp × dp ranks, which write at
+the same time, each with one shard in memory. Nothing is pickled.
+
+All ranks call the functions together; on a ValueError or OSError of one, all raise the same.
+"""
+
+import itertools
+import json
+import platform
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+
+import process_group_manager as pgm
+from checkpoint_folder import LAST as TRAINER_STATE
+from checkpoint_folder import on_all_ranks, write_folder, write_shard
+from config import ONLY_VALUE, Config, explain, lay_over, read_architecture, read_json
+from model import build_on_meta, named_parameters
+
+RENAMED = {  # from our names to Hugging Face's, one replacement after the other
+    "embedding.": "model.embed_tokens.",
+    "decoder_layers.": "model.layers.",
+    ".attention.out_proj.": ".self_attn.o_proj.",
+    ".attention.": ".self_attn.",
+    "final_norm.": "model.norm.",
+    "final_proj.": "lm_head.",
+}
+INDEX = "{}.safetensors.index.json"
+BYTES_END_OF_TEXT = 256  # of dataset.tokenizer "bytes"
+# Keys of the section `model` that change neither the shape of a tensor nor what is computed with it.
+NOT_ARCHITECTURE = {"name", "initializer_range", "max_position_embeddings"}
+
+
+def hugging_face_name(name):
+    for ours, theirs in RENAMED.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+class ShardFile(NamedTuple):
+    """One safetensors file: some tensors of one family, all of one pipeline stage."""
+
+    family: str  # "model", or "optimizer-" and what the optimizer keeps for each weight
+    file: str
+    shapes: dict  # {our name: full shape}
+    nbytes: int
+
+
+def shard_files(config):
+    """All the safetensors files of a checkpoint of this model."""
+    dtype = getattr(torch, config.dtype)
+    optimizer_dtype = torch.promote_types(dtype, torch.float32)
+    families = {"model": dtype, "optimizer-exp_avg": optimizer_dtype, "optimizer-exp_avg_sq": optimizer_dtype}
+    if dtype != optimizer_dtype:
+        families["optimizer-master"] = optimizer_dtype
+    parts = {}
+    for name, parameter in named_parameters(build_on_meta(config, dtype)):
+        parts.setdefault(re.match(r"embedding|decoder_layers\.\d+|final", name)[0], {})[name] = parameter.shape
+    files = []
+    for family, dtype in families.items():
+        for i, shapes in enumerate(parts.values(), start=1):
+            nbytes = dtype.itemsize * sum(shape.numel() for shape in shapes.values())
+            files.append(ShardFile(family, f"{family}-{i:05d}-of-{len(parts):05d}.safetensors", shapes, nbytes))
+    return files
+
+
+class LocalState:
+    """What this rank has: a tp shard of each parameter of its stages, and a piece of that shard's optimizer state.
+
+    The piece is all of it, except with ZeRO-1, whose slices of the flat buckets may cut through a parameter.
+    """
+
+    def __init__(self, model, data_parallel, optimizer):
+        self.parameters, self.pieces = dict(named_parameters(model)), {}
+        names = {parameter: name for name, parameter in self.parameters.items()}
+        for bucket in data_parallel.buckets:
+            master, state = bucket.master.detach(), optimizer.state[bucket.master]
+            if not state:  # before the first step: what AdamW would begin with
+                state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+            flats = {"optimizer-master": master}
+            flats |= {f"optimizer-{key}": state[key] for key in ("exp_avg", "exp_avg_sq")}
+            start, length = bucket.shard.start or 0, master.numel()
+            for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
+                first = max(offset, start)
+                last = max(first, min(offset + parameter.numel(), start + length))
+                here, place = slice(first - start, last - start), slice(first - offset, last - offset)
+                for family, flat in flats.items():
+                    self.pieces[family, names[parameter]] = flat[here], place, bucket.zero1
+
+    def gather(self, family, name, dp_rank, tp_rank):
+        """The whole tensor, in the memory of the rank of this stage with these coordinates; None on the others."""
+        manager, parameter = pgm.process_group_manager, self.parameters[name]
+        part, shard = parameter.detach(), getattr(parameter, "shard", None)
+        if family != "model":
+            part, place, zero1 = self.pieces[family, name]
+            if zero1:
+                size, target = [parameter.numel()], manager.dp_ranks[dp_rank]
+                part = put_together(part, lambda whole: whole[place], size, target, manager.dp_group)
+            part = part.view(parameter.shape)
+        if manager.dp_rank != dp_rank:
+            return None
+        if shard is not None:
+            part = put_together(part, shard.take, shard.full_shape, manager.tp_ranks[tp_rank], manager.tp_group)
+        return part.cpu() if manager.tp_rank == tp_rank else None
+
+    def load(self, family, name, part):
+        """`part`: this rank's tp shard of the tensor."""
+        if family == "model":
+            self.parameters[name].detach().copy_(part)
+        else:
+            piece, place, _ = self.pieces[family, name]
+            piece.copy_(part.flatten()[place])
+
+
+def put_together(piece, take, shape, target, group):
+    """A tensor of which each rank of `group` has a piece, `take(whole)`. It is whole on global rank `target` only.
+
+    Each rank lays its piece into zeros, and the bytes are summed: one collective whatever the sizes of the pieces, and
+    exact, since every byte comes from one rank. (Sums of the numbers would turn -0.0 into 0.0.)
+    """
+    if group.size() == 1:
+        return piece
+    whole = piece.new_zeros(shape)
+    take(whole).copy_(piece)
+    dist.reduce(whole.view(-1).view(torch.uint8), target, group=group)
+    return whole
+
+
+# --- saving ----------------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(save_dir, model, data_parallel, optimizer, trainer_state, tokenizer=None, keep=None):
+    """Writes `save_dir/step_…` for trainer_state["step"], then deletes all but the newest `keep` (None: nothing).
+
+    `trainer_state` is what `load_checkpoint` gives back. `tokenizer`: transformers' object, None for "bytes".
+    """
+    local, shards = LocalState(model, data_parallel, optimizer), shard_files(model.config)
+    optimizer_step = max((int(adam["step"]) for adam in optimizer.state.values()), default=0)
+    trainer_state = trainer_state | {"optimizer_step": optimizer_step}
+    write_folder(
+        Path(save_dir, f"step_{trainer_state['step']:08d}"),
+        lambda folder: write_shards(folder, shards, local),
+        lambda folder: write_descriptions(folder, shards, model.config, trainer_state, tokenizer),
+        keep,
+    )
+
+
+def write_shards(folder, shards, local):
+    """Writes this rank's share of its stage's shards. Returns {file name: SHA-256}."""
+    manager, sums, problem = pgm.process_group_manager, {}, None
+    queues = [[] for _ in range(manager.dp_size * manager.tp_size)]  # one a writer, about equal in bytes
+    for shard in sorted(shards, key=lambda shard: -shard.nbytes):
+        here = [local.parameters[name] for name in shard.shapes if name in local.parameters]
+        if here and not any(getattr(parameter, "is_copy", False) for parameter in here):
+            min(queues, key=lambda queue: sum(shard.nbytes for shard in queue)).append(shard)
+    # In rounds: each writer gets the tensors of one shard, then all of them write at the same time.
+    for one_each in itertools.zip_longest(*queues):
+        mine = tensors = None  # frees the last shard
+        for writer, shard in enumerate(one_each):
+            if shard is not None:
+                dp_rank, tp_rank = divmod(writer, manager.tp_size)
+                tensors = {
+                    hugging_face_name(name): local.gather(shard.family, name, dp_rank, tp_rank) for name in shard.shapes
+                }
+                if (dp_rank, tp_rank) == (manager.dp_rank, manager.tp_rank):
+                    mine = shard.file, tensors
+        if mine and not problem:
+            try:
+                sums[mine[0]] = write_shard(folder / mine[0], mine[1])
+            except OSError as error:  # raised at the end: until then other writers need pieces from here
+                problem = error
+    if problem:
+        raise problem
+    return sums
+
+
+def write_descriptions(folder, shards, config, trainer_state, tokenizer):
+    """Everything but the shards."""
+    tokens = {
+        "bos_token_id": None,
+        "eos_token_id": BYTES_END_OF_TEXT if config.vocab_size > BYTES_END_OF_TEXT else None,
+    }
+    if tokenizer is not None:
+        tokens = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+        tokenizer.save_pretrained(folder)
+    model_fields = ONLY_VALUE | config.model_dump(exclude={"name"}) | tokens
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    descriptions = {
+        "config.json": {"architectures": ["LlamaForCausalLM"], **model_fields},
+        "generation_config.json": tokens,
+        TRAINER_STATE: trainer_state | {"versions": versions},
+    }
+    for shard in shards:
+        index = descriptions.setdefault(INDEX.format(shard.family), {"metadata": {"total_size": 0}, "weight_map": {}})
+        index["metadata"]["total_size"] += shard.nbytes
+        index["weight_map"].update({hugging_face_name(name): shard.file for name in shard.shapes})
+    for name, description in descriptions.items():
+        (folder / name).write_text(json.dumps(description, indent=2) + "\n")
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+
+
+def read_trainer_state(path):
+    return read_json(Path(path, TRAINER_STATE))
+
+
+def load_checkpoint(path, model, data_parallel, optimizer):
+    """Reads a checkpoint that `find_checkpoint` has verified into model and optimizer. Returns the trainer's state."""
+
+    def load():
+        check_architecture(path, model.config)
+        local, shards = LocalState(model, data_parallel, optimizer), shard_files(model.config)
+        for family in sorted({shard.family for shard in shards}):
+            load_family(path, family, shards, local)
+        state = read_trainer_state(path)
+        for adam in optimizer.state.values():
+            adam["step"].fill_(state["optimizer_step"])
+        return state
+
+    return on_all_ranks(load)[0]
+
+
+def load_weights(path, model, data_parallel, optimizer):
+    """Reads the weights, of any float type, of any Hugging Face Llama folder into a model that has not been trained."""
+
+    def load():
+        check_architecture(path, model.config, {"dtype"})
+        load_family(path, "model", shard_files(model.config), LocalState(model, data_parallel, optimizer))
+        for bucket in data_parallel.buckets:
+            bucket.master.detach().copy_(bucket.values[bucket.shard])
+
+    on_all_ranks(load)
+
+
+def check_architecture(folder, config, ignored=frozenset()):
+    """ValueError unless the folder's config.json describes the run's model."""
+    fields = lay_over({}, read_architecture(str(folder)))
+    if "dtype" not in ignored:
+        fields["dtype"] = read_json(Path(folder, "config.json"))["dtype"]
+    try:
+        theirs = Config.model_validate({"model": fields}).model
+    except ValidationError as error:
+        raise ValueError("\n".join(f"{folder}: {explain(finding)}" for finding in error.errors())) from None
+    for key in sorted(type(config).model_fields.keys() - NOT_ARCHITECTURE - ignored):
+        if getattr(config, key) != getattr(theirs, key):
+            raise ValueError(f"model.{key} = {getattr(config, key)}, but {folder} has {getattr(theirs, key)}")
+
+
+def load_family(folder, family, shards, local):
+    """Reads this rank's slice of each tensor. The files are mapped into memory: only that is read from the disk."""
+    files = find_tensors(Path(folder), family, shards)
+    for path in sorted(set(files.values())):
+        with safe_open(path, "pt") as file:
+            for name, parameter in local.parameters.items():
+                if files[hugging_face_name(name)] == path:
+                    tensor, index = file.get_slice(hugging_face_name(name)), ...
+                    if shard := getattr(parameter, "shard", None):
+                        index = (slice(None),) * shard.dim + (slice(shard.start, shard.stop),)
+                    local.load(family, name, tensor[index])
+
+
+def find_tensors(folder, family, shards):
+    """{Hugging Face name: path} of a folder's tensors. ValueError unless they are the model's, no less and no more."""
+    index, single = folder / INDEX.format(family), folder / f"{family}.safetensors"
+    if not index.exists() and not single.exists():
+        raise ValueError(f"{folder} has neither {single.name} nor {index.name}, and no other format is read")
+    shapes = {hugging_face_name(name): shape for shard in shards for name, shape in shard.shapes.items()}
+    found = {}
+    files = set(read_json(index).get("weight_map", {}).values()) if index.exists() else {single.name}
+    for path in sorted(folder / file for file in files):
+        try:
+            file = safe_open(path, "pt")
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged: {error}") from None
+        with file:
+            for name in file.keys():  # noqa: SIM118
+                if name not in shapes:
+                    raise ValueError(f"{path} has a tensor that the model does not have: {name}")
+                shape, found[name] = torch.Size(file.get_slice(name).get_shape()), path
+                if shape != shapes[name]:
+                    raise ValueError(f"{path}: {name} is {list(shape)}, in the model it is {list(shapes[name])}")
+    if missing := sorted(shapes.keys() - found.keys()):
+        raise ValueError(f"{folder} lacks a tensor of the model: {missing[0]} ({len(missing)} missing)")
+    return found
