@@ -41,7 +41,7 @@ RENAMED = {  # from our names to Hugging Face's, one replacement after the other
     "final_proj.": "lm_head.",
 }
 INDEX = "{}.safetensors.index.json"
-BYTES_END_OF_TEXT = 256  # of dataset.tokenizer "bytes"
+END_OF_TEXT = 256  # of dataset.tokenizer "bytes"
 # Keys of the section `model` that change neither the shape of a tensor nor what is computed with it.
 NOT_ARCHITECTURE = {"name", "initializer_range", "max_position_embeddings"}
 
@@ -174,11 +174,9 @@ def write_shards(folder, shards, local):
         mine = tensors = None  # frees the last shard
         for writer, shard in enumerate(one_each):
             if shard is not None:
-                dp_rank, tp_rank = divmod(writer, manager.tp_size)
-                tensors = {
-                    hugging_face_name(name): local.gather(shard.family, name, dp_rank, tp_rank) for name in shard.shapes
-                }
-                if (dp_rank, tp_rank) == (manager.dp_rank, manager.tp_rank):
+                writer = divmod(writer, manager.tp_size)
+                tensors = {hugging_face_name(name): local.gather(shard.family, name, *writer) for name in shard.shapes}
+                if writer == (manager.dp_rank, manager.tp_rank):
                     mine = shard.file, tensors
         if mine and not problem:
             try:
@@ -192,10 +190,7 @@ def write_shards(folder, shards, local):
 
 def write_descriptions(folder, shards, config, trainer_state, tokenizer):
     """Everything but the shards."""
-    tokens = {
-        "bos_token_id": None,
-        "eos_token_id": BYTES_END_OF_TEXT if config.vocab_size > BYTES_END_OF_TEXT else None,
-    }
+    tokens = {"bos_token_id": None, "eos_token_id": END_OF_TEXT if config.vocab_size > END_OF_TEXT else None}
     if tokenizer is not None:
         tokens = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
         tokenizer.save_pretrained(folder)

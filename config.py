@@ -15,10 +15,12 @@ import sys
 import time
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from architecture import ONLY_VALUE, lay_over, read_architecture, read_json, show
 
 Text = Annotated[str, Field(min_length=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -33,8 +35,11 @@ class DistributedConfig(Section):
     tp_size: PositiveInt = 1  # ranks that share every layer's matrices
     pp_size: PositiveInt = 1  # stages that the layers are cut into
     dp_size: PositiveInt | None = 1  # replicas, each with its own part of the batch; null = all the processes left over
-    pp_engine: Literal["afab", "1f1b"] = "1f1b"  # the pipeline schedule
+    pp_engine: Text = "1f1b"  # the pipeline schedule: a name from schedules.py, or path/to/file.py:function
+    pp_chunks: PositiveInt | None = None  # stages on each rank; null = what the schedule needs: 1, or 2
     pp_layers: list[NonNegativeInt] | None = None  # layers of each stage; null = as even as possible
+    zero1: bool = False  # shard the optimizer's state over dp
+    sequence_parallel: bool = False  # shard norms and the residual stream along the sequence over tp
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = cuda where there is one
     timeout_seconds: PositiveFloat = 600.0  # how long a collective waits for a missing rank before the run fails
 
@@ -78,6 +83,7 @@ class ModelConfig(Section):
     attention_bias: bool = False  # biases in the q, k, v and o projections
     initializer_range: NonNegativeFloat = 0.02  # standard deviation of the initial weights
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"  # of weights and arithmetic
+    recompute: Literal["none", "layer"] | PositiveInt = "none"  # forward again in backward: every layer, or every k-th
 
     @model_validator(mode="after")
     def derive(self):
@@ -104,6 +110,8 @@ class TrainingConfig(Section):
     adam_beta2: Beta = 0.95
     adam_eps: PositiveFloat = 1e-8
     grad_clip: PositiveFloat | None = 1.0  # largest global gradient norm; null = no clipping
+    eval_frequency: NonNegativeInt = 0  # steps from one evaluation to the next; 0 = none
+    eval_steps: PositiveInt = 10  # global batches of an evaluation, fewer where the validation data has fewer
 
 
 class DatasetConfig(Section):
@@ -111,6 +119,8 @@ class DatasetConfig(Section):
     files: Annotated[list[Text], Field(min_length=1)] | None = None  # local .txt, .jsonl, .parquet instead of `name`
     subset_name: Text | None = None  # configuration of a hub data set
     split: Text = "train"  # of a hub data set
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0  # the last part of the tokens, kept for evaluation
+    validation_files: Annotated[list[Text], Field(min_length=1)] | None = None  # or local files of their own
     text_column: Text = "text"  # what to read of a row
     tokenizer: Text = "bytes"  # a token a byte and 256 for end of text; or a hub name or folder
     shuffle: bool = True  # another order in each epoch, by seed; false = the order of the text
@@ -130,6 +140,9 @@ class LoggingConfig(Section):
     project_name: Text = "pipeline-pretraining"  # wandb's project
     run_name: Text | None = None  # wandb's name of the run; null = wandb makes one up
     metrics_file: Text | None = None  # JSONL, one object a step; null = none
+    show_transfers: bool = False  # print every transfer between stages as it is posted
+    trace_file: Text | None = None  # Chrome trace of one step on all ranks; null = none
+    trace_step: PositiveInt = 2  # the step (from 1) that is traced; the first one warms up
 
 
 class Config(Section):
@@ -177,40 +190,27 @@ def requirements(config: Config) -> Iterator[tuple[bool, str]]:
         one_each, total = len(d.pp_layers) == d.pp_size, sum(d.pp_layers)
         yield one_each, "distributed.pp_layers: needs an entry for each of the distributed.pp_size stages"
         yield total == m.num_hidden_layers, "distributed.pp_layers: must add up to model.num_hidden_layers"
+    divides = not d.sequence_parallel or t.seq_length % d.tp_size == 0
+    yield divides, "training.seq_length: must be a multiple of distributed.tp_size for sequence parallelism"
     fits = t.seq_length <= m.max_position_embeddings
     yield fits, "training.seq_length: must be at most model.max_position_embeddings"
     yield t.min_learning_rate <= t.learning_rate, "training.min_learning_rate: must be at most training.learning_rate"
     yield t.warmup_steps <= t.steps, "training.warmup_steps: must be at most training.steps"
     yield (data.name is None) != (data.files is None), "dataset.name, dataset.files: give one, let the other be null"
-    for file in data.files or []:
-        known = os.path.splitext(file)[1].lower() in (".txt", ".jsonl", ".parquet")
-        yield known, f"dataset.files: {file} must end in .txt, .jsonl or .parquet"
-        yield os.path.isfile(file), f"dataset.files: {file} is not a file here"
+    validates = data.validation_fraction > 0 or data.validation_files is not None
+    needed = "training.eval_frequency: needs dataset.validation_fraction or dataset.validation_files"
+    yield t.eval_frequency == 0 or validates, needed
+    one = data.validation_fraction == 0 or data.validation_files is None
+    yield one, "dataset.validation_fraction, dataset.validation_files: give one of them"
+    for key in ("files", "validation_files"):
+        for file in getattr(data, key) or []:
+            known = os.path.splitext(file)[1].lower() in (".txt", ".jsonl", ".parquet")
+            yield known, f"dataset.{key}: {file} must end in .txt, .jsonl or .parquet"
+            yield os.path.isfile(file), f"dataset.{key}: {file} is not a file here"
 
 
 VALID_KEYS = [f"{name}.{key}" for name, field in Config.model_fields.items() for key in field.annotation.model_fields]
 VALID_KEYS += ["model.rope_theta", "model.rope_scaling"]  # the form of transformers 4; see `lay_over`
-
-# Fields of a Llama's config.json that cannot change a number of pre-training. One that is neither here, nor below, nor
-# a key of ours, is an error: nobody knows what it would change.
-NO_EFFECT = """
-    architectures torch_dtype dtype use_cache bos_token_id eos_token_id pad_token_id transformers_version _name_or_path
-    _commit_hash _attn_implementation _attn_implementation_autoset id2label label2id problem_type return_dict
-    output_attentions output_hidden_states chunk_size_feed_forward is_encoder_decoder max_sequence_length
-    is_llama_config""".split()
-
-ONLY_VALUE = {  # fields that change numbers, with the one value that is computed here
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "mlp_bias": False,
-    "attention_dropout": 0.0,
-    "pretraining_tp": 1,
-    "rope_interleaved": False,
-}
-
-
-def show(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)[:200]
 
 
 def unmet(config: Config, wrong: set[str]) -> Iterator[str]:
@@ -236,17 +236,6 @@ def explain(error: dict) -> str:
     return f"{name} = {show(error['input'])}: {right}"
 
 
-def read_json(path: str) -> dict:
-    try:
-        with open(path, encoding="utf-8") as file:
-            value = json.load(file)
-    except (OSError, ValueError) as error:  # what the parser says names the line
-        raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold an object {{...}}, it holds {show(value)}")
-    return value
-
-
 def read_override(override: str) -> dict:
     """training.steps=20 -> {"training": {"steps": 20}}; a value that is not JSON is a string."""
     name, _, value = override.partition("=")
@@ -256,42 +245,6 @@ def read_override(override: str) -> dict:
         pass
     section, dot, key = name.partition(".")
     return {section: {key: value}} if dot else {section: value}
-
-
-def read_architecture(name: str) -> dict:
-    """What matters in the config.json of a folder or of a model on the hub."""
-    try:
-        if os.path.exists(name):
-            path = os.path.join(name, "config.json") if os.path.isdir(name) else name
-        else:
-            from huggingface_hub import hf_hub_download
-
-            path = hf_hub_download(name, "config.json")
-        fields = {"model_type": "missing"} | read_json(path)
-    except Exception as error:  # the hub's library, and what is below it, raise dozens of classes
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(
-            f"model.name = {show(name)}: no config.json in such a folder or on the hub: {reason}"
-        ) from None
-    return {key: value for key, value in fields.items() if value is not None and key not in NO_EFFECT}
-
-
-def lay_over(base: dict, layer: dict) -> dict:
-    """Both models' keys, `layer` wins. rope_theta and rope_scaling (transformers 4) move into rope_parameters (5)."""
-    layer = {key: value for key, value in layer.items() if key not in ONLY_VALUE or value != ONLY_VALUE[key]}
-    theta = layer.pop("rope_theta", None)
-    blocks = [layer.pop(key) for key in ("rope_scaling", "rope_parameters") if key in layer]
-    rope, old_rope = {}, base.get("rope_parameters", {})
-    if blocks:
-        block = blocks[0] or blocks[-1] or "default"
-        rope = dict(block) if isinstance(block, dict) else {"rope_type": block}
-        if "type" in rope and rope.get("rope_type", rope["type"]) == rope["type"]:  # its name long ago
-            rope["rope_type"] = rope.pop("type")
-        if "rope_type" in rope:  # replaces the other, all but its theta
-            old_rope = {key: value for key, value in old_rope.items() if key == "rope_theta"}
-    if theta is not None:
-        rope.setdefault("rope_theta", theta)  # inside the block beats beside it, as in transformers
-    return base | layer | ({"rope_parameters": old_rope | rope} if rope else {})
 
 
 def load_config(path: str, overrides: list[str]) -> Config:

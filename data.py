@@ -17,7 +17,7 @@ import json
 import os
 import platform
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +38,17 @@ class TokenFile:
     max_token_id: int
     num_documents: int
     tokenizer: str
+    first_token: int = 0  # where this part of the file begins
+
+    def split(self, fraction: float) -> tuple["TokenFile", "TokenFile"]:
+        """The tokens without the last `fraction` of them, and that."""
+        cut = self.num_tokens - int(self.num_tokens * fraction)
+        last = replace(self, num_tokens=self.num_tokens - cut, first_token=self.first_token + cut)
+        return replace(self, num_tokens=cut), last
+
+    def open(self) -> np.ndarray:
+        size = np.dtype(self.dtype).itemsize
+        return np.memmap(self.path, self.dtype, "r", offset=self.first_token * size, shape=(self.num_tokens,))
 
     def __str__(self) -> str:
         return f"{self.num_documents:,} documents, {self.num_tokens:,} tokens (tokenizer {self.tokenizer})"
@@ -266,7 +277,7 @@ class MicroBatchDataLoader:
                 f"{self.global_batch_size} = micro_batch_size {self.micro_batch_size} x gradient_accumulation_steps "
                 f"{self.gradient_accumulation_steps} x dp_size {self.dp_size}: lower one of these, or seq_length"
             )
-        self.ids = np.memmap(self.tokens.path, dtype=self.tokens.dtype, mode="r")
+        self.ids = self.tokens.open()
 
     def __getitem__(self, micro_batch: int) -> dict[str, torch.Tensor]:
         assert 0 <= micro_batch < self.gradient_accumulation_steps, f"{micro_batch=}"

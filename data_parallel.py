@@ -67,7 +67,9 @@ class Bucket:
             parameter.grad_dtype = grad_dtype
             parameter.grad = gradients  # autograd adds to an existing .grad in place: the bucket is where it arrives
         shard_length = length // self.dp_size if zero1 else length
-        self.shard = slice(manager.dp_rank * shard_length, (manager.dp_rank + 1) * shard_length) if zero1 else slice(None)
+        self.shard = (
+            slice(manager.dp_rank * shard_length, (manager.dp_rank + 1) * shard_length) if zero1 else slice(None)
+        )
         # The optimizer's parameter: this rank's slice, in float32 or better; the values themselves where they are that.
         self.master = nn.Parameter(self.values[self.shard].to(grad_dtype))
         self.master.grad = self.gradients[self.shard]

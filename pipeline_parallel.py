@@ -10,8 +10,10 @@ a stage needs (tokens, targets, positions, masks) it reads from its own data loa
 micro-batch i. So no shape, flag or None ever travels.
 """
 
+import time
 from contextlib import nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +26,9 @@ from model import rotary_tables
 from schedules import Action, find_schedule, placement_of
 from timetable import rank_program
 
-LOGITS_BYTES = 256 * 2**20  # float32 logits that the loss may hold at once: more cost memory, fewer cost a second product
+LOGITS_BYTES = (
+    256 * 2**20
+)  # float32 logits that the loss may hold at once: more cost memory, fewer cost a second product
 # No dropout in the model, so no random state to bring back.
 recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
@@ -79,6 +83,7 @@ class PipelineParallel(nn.Module):
                 end.weight.has_copy, end.weight.is_copy = True, end is self.final_proj
         self.loss_function = model.loss_function
         self.recompute_every, self.show_transfers = recompute_every, False
+        self.clock, self.spans = time.perf_counter, []  # what the last step spent its time on, see timeline.py
         self._rotary = None
 
     def is_first(self, chunk):
@@ -136,6 +141,16 @@ def pipeline_communicate(operations, group):
     return works if len(works) == len(operations) else works * len(operations)
 
 
+class Span(NamedTuple):
+    """What a rank did from `start` to `end` (marks of its clock): an action, or waiting for an action's input."""
+
+    kind: str  # F, B, I, W, or "wait"
+    chunk: int
+    microbatch: int
+    start: object
+    end: object
+
+
 class ScheduleRun:
     """Runs one rank's program for one step. A dictionary holds each thing between two actions of one micro-batch."""
 
@@ -149,6 +164,7 @@ class ScheduleRun:
         self.weight_gradients = {}  # (chunk, micro-batch) -> the closures that I left over for W
         self.losses = [None] * self.num_microbatches
         self.sends_in_flight = []  # one list of (handle, tensor) per batch, the oldest first
+        self.spans, self.now = [], model.clock()
 
     def run(self, program):
         """Returns the mean loss of this pipeline's micro-batches: the last stage's value, on every other rank 0."""
@@ -156,7 +172,9 @@ class ScheduleRun:
         with torch.no_grad() if self.forward_only else nullcontext():
             for step in program:
                 if isinstance(step, Action):
+                    self.now = self.model.clock()
                     compute[step.kind](*step)
+                    self._record(*step)
                 else:
                     self.communicate(step)
         self._wait_for_sends(0)
@@ -166,8 +184,10 @@ class ScheduleRun:
         return torch.stack(self.losses).sum()
 
     def forward(self, kind, chunk, microbatch):
-        batch, stage = self.data_loader[microbatch], self.model.stages[chunk]
-        x = batch["input_ids"] if self.model.is_first(chunk) else self._take((False, stage, microbatch))
+        stage = self.model.stages[chunk]
+        x = None if self.model.is_first(chunk) else self._take((False, stage, microbatch), chunk)
+        batch = self.data_loader[microbatch]
+        x = batch["input_ids"] if x is None else x
         if x.is_floating_point() and not self.forward_only:
             x.requires_grad_()  # its .grad is what goes to the stage before
         output = self.model(x, chunk, batch["target_ids"])
@@ -183,7 +203,7 @@ class ScheduleRun:
     def backward(self, kind, chunk, microbatch):
         """B, or I: the same backward, whose weight gradients are put aside for W."""
         stage = self.model.stages[chunk]
-        gradient = None if self.model.is_last(chunk) else self._take((True, stage, microbatch))
+        gradient = None if self.model.is_last(chunk) else self._take((True, stage, microbatch), chunk)
         x, edge = self.graphs.pop((chunk, microbatch))
         with deferred_weight_gradients() if kind == "I" else nullcontext() as closures:
             torch.autograd.backward(edge, gradient)
@@ -203,11 +223,16 @@ class ScheduleRun:
         else:
             self.outbox[key] = tensor
 
-    def _take(self, key):
+    def _take(self, key, chunk):
         tensor, handle = self.inbox.pop(key)
         if handle is not None:
             handle.wait()
+            self._record("wait", chunk, key[-1])
         return tensor
+
+    def _record(self, kind, chunk, microbatch):
+        start, self.now = self.now, self.model.clock()
+        self.spans.append(Span(kind, chunk, microbatch, start, self.now))
 
     def communicate(self, transfers):
         """Posts the transfers of one tick: this rank's sends from the outbox, its receives into new inbox tensors."""
@@ -265,9 +290,20 @@ def run_pipeline(model, data_loader, tensor_shapes, device, dtype, pp_engine, fo
     program = rank_program(
         pp_engine, manager.pp_rank, manager.pp_size, num_microbatches, model.num_chunks, forward_only=forward_only
     )
-    loss = ScheduleRun(model, data_loader, tensor_shapes, device, dtype, forward_only).run(program)
+    run = ScheduleRun(model, data_loader, tensor_shapes, device, dtype, forward_only)
+    loss = run.run(program)
+    if not forward_only:
+        model.spans = run.spans
     dist.all_reduce(loss, group=manager.pp_dp_group)
     return loss / manager.dp_size
+
+
+def evaluate(model, data_loader, tensor_shapes, device, dtype, num_steps):
+    """Mean loss of the first `num_steps` global batches of `data_loader`: the model's own schedule, forward only."""
+    total = 0
+    for data_loader.step in range(num_steps):
+        total += run_pipeline(model, data_loader, tensor_shapes, device, dtype, model.pp_engine, forward_only=True)
+    return total / num_steps
 
 
 def train_step_pipeline(model, data_loader, tensor_shapes, device, dtype):

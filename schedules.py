@@ -8,18 +8,20 @@ A schedule is a function (pp_rank, pp_size, num_microbatches[, num_chunks]) -> l
     F  forward          B  backward: gradients for input and weights          B = I + W
     I  the input half   W  the weight half that I left over
 
-Nothing here sends or receives: `timetable.py` finds out from the lists when each action can start, who has to send what to
-whom, and whether the lists deadlock. `pipeline_parallel.py` runs them. A model is cut into pp_size × num_chunks stages;
-with several chunks a rank holds several stages, and its `placement` says which.
+Nothing here sends or receives: `timetable.py` finds out from the lists when each action can start, who has to send what
+to whom, and whether the lists deadlock. `pipeline_parallel.py` runs them. A model is cut into pp_size × num_chunks
+stages; with several chunks a rank holds several stages, and its `placement` says which. In the pictures F0' is F0 of
+chunk 1. Every schedule here takes any pp_size and num_microbatches, fewer micro-batches than ranks too.
 
 A schedule of your own is such a function in a file of yours: `distributed.pp_engine=my_schedule.py:my_function`.
+It holds one chunk a rank unless it takes num_chunks; `my_function.placement = v_shape` folds the model into a V.
 """
 
-import importlib.util
 import inspect
+import runpy
 import sys
 import traceback
-from pathlib import Path
+from itertools import count
 from typing import NamedTuple
 
 
@@ -63,24 +65,23 @@ def v_shape(pp_rank, chunk, pp_size):
     return 2 * pp_size - 1 - pp_rank if chunk else pp_rank
 
 
-# --- one chunk a rank ---------------------------------------------------------------------------------------------------
+# --- one chunk a rank -------------------------------------------------------------------------------------------------
 
 
 def afab(pp_rank, pp_size, num_microbatches):
     """All forward, then all backward (GPipe, arXiv 1811.06965). Holds every micro-batch's activations at once.
 
-    rank 0   F0 F1 F2 F3          B0    B1    B2    B3
-    rank 1      F0 F1 F2 F3 B0    B1    B2    B3
+    rank 0   F0 F1 F2 F3          B0─── B1─── B2─── B3───
+    rank 1      F0 F1 F2 F3 B0─── B1─── B2─── B3───
     """
-    microbatches = range(num_microbatches)
-    return [F(i) for i in microbatches] + [B(i) for i in microbatches]
+    return [F(i) for i in range(num_microbatches)] + [B(i) for i in range(num_microbatches)]
 
 
 def one_f_one_b(pp_rank, pp_size, num_microbatches):
     """1F1B (PipeDream-Flush, arXiv 2006.09503): as idle as afab, but rank r holds only pp_size − r micro-batches.
 
-    rank 0   F0 F1       B0    F2 B1    F3 B2          B3
-    rank 1      F0 B0    F1 B1    F2 B2       F3 B3
+    rank 0   F0 F1       B0─── F2 B1─── F3 B2───    B3───
+    rank 1      F0 B0─── F1 B1─── F2 B2─── F3 B3───
     """
     warmup = min(pp_size - pp_rank - 1, num_microbatches)  # until the first micro-batch's gradient can be back
     actions = [F(i) for i in range(warmup)]
@@ -93,6 +94,9 @@ def zb_h1(pp_rank, pp_size, num_microbatches):
     """ZB-H1 (arXiv 2401.10241, section 3.1): 1F1B whose late ranks put W off, up to pp_rank of them, to give I earlier.
 
     Idle time (p − 1)(F + I − W), a third of 1F1B's when F = I = W; every rank holds p micro-batches.
+
+    rank 0   F0 F1    I0 W0 F2 I1 W1 F3 I2 W2 I3 W3
+    rank 1      F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3
     """
     warmup = min(pp_size - pp_rank - 1, num_microbatches)
     actions = [F(i) for i in range(warmup)]
@@ -105,13 +109,16 @@ def zb_h1(pp_rank, pp_size, num_microbatches):
     return actions + [W(i) for i in range(max(0, num_microbatches - pp_rank), num_microbatches)]
 
 
-# --- several chunks a rank ------------------------------------------------------------------------------------------------
+# --- several chunks a rank --------------------------------------------------------------------------------------------
 
 
 def interleaved_1f1b(pp_rank, pp_size, num_microbatches, num_chunks):
     """Interleaved 1F1B (Megatron-LM, arXiv 2104.04473, section 2.2): v chunks a rank, idle time (p − 1)(F + B)/v.
 
     Micro-batches go through in groups of p: each chunk takes the whole group before the next chunk does.
+
+    rank 0   F0  F1  F0' F1' F2      B0'──── F3  B1'──── F2' B0───── F3' B1─────     B2'────     B3'──── B2───── B3─────
+    rank 1       F0  F1  F0' B0'──── F1' B1'──── F2  B0───── F3  B1───── F2' B2'──── F3' B3'──── B2───── B3─────
     """
     groups = -(-num_microbatches // pp_size)  # the last one may be short: see `_only`
     forward = [
@@ -127,7 +134,11 @@ def interleaved_1f1b(pp_rank, pp_size, num_microbatches, num_chunks):
 
 
 def zb_v(pp_rank, pp_size, num_microbatches):
-    """ZB-V (arXiv 2401.10241, section 6): two chunks in a V. Idle only at start-up when F = I = W; holds p micro-batches."""
+    """ZB-V (arXiv 2401.10241, section 6): two chunks in a V. Idle time (p − 1)F/2 if F = I = W; holds p micro-batches.
+
+    rank 0   F0  F1  F2  F0' I0' W0' F1' I1' W1' F3  I0  W0  F2' I2' W2' I1  W1  F3' I3' W3'     I2  W2  I3  W3
+    rank 1       F0  F0' F1  F1' I0' W0' F2  I0  W0  F2' I1' W1' F3  I1  W1  F3' I2' W2' I3' I2  I3  W2  W3' W3
+    """
     n = max(num_microbatches, 2 * pp_size - 1)  # the pattern needs so many; `_only` takes the surplus out again
     down, up = 0, 1  # the chunk on the way down the V, and the one on the way back up
     counts = {(kind, chunk): 0 for kind in "FIW" for chunk in (down, up)}
@@ -159,20 +170,21 @@ def zb_v(pp_rank, pp_size, num_microbatches):
 
 
 def dualpipev(pp_rank, pp_size, num_microbatches):
-    """DualPipeV (DeepSeek-V3's DualPipe, arXiv 2412.19437, cut in half): two chunks in a V; holds p + 1/2 micro-batches.
+    """DualPipeV (DeepSeek-V3's DualPipe, arXiv 2412.19437, cut in half): two chunks in a V; holds p + ½ micro-batches.
 
-    Forwards of one chunk alternate with backwards of the other; W is split off only where the pipeline fills and drains.
+    Forwards of one chunk alternate with backwards of the other; W is split off where the pipeline fills and drains.
+
+    rank 0   F0  F1  F2  F0' I0' W0' F1' F3  B1'──── F2' B0───── B2'──── F3'     B1───── B3'──── I2  W2  I3  W3
+    rank 1       F0  F0' F1  F1' F2  B0'──── F2' B0───── F3  B1'──── F3' B1───── B2'──── B2───── I3' I3  W3' W3
     """
     n = max(num_microbatches, 2 * pp_size)  # the pattern needs so many; `_only` takes the surplus out again
     down, up = 0, 1
     before, after = pp_size - pp_rank - 1, pp_rank + 1  # ranks below this one in the V; this one and those above
-    next_microbatch = {(kind, chunk): 0 for kind in "FB" for chunk in (down, up)}
+    microbatches = {(is_forward, chunk): count() for is_forward in (True, False) for chunk in (down, up)}
     actions, left_over = [], []
 
     def do(kind, chunk):
-        direction = "F" if kind == "F" else "B"
-        microbatch = next_microbatch[direction, chunk]
-        next_microbatch[direction, chunk] += 1
+        microbatch = next(microbatches[kind == "F", chunk])
         actions.append(Action(kind, chunk, microbatch))
         if kind == "I":
             left_over.append(W(microbatch, chunk))
@@ -229,25 +241,19 @@ def find_schedule(name):
     if not path.endswith(".py"):
         known = ", ".join(SCHEDULES)
         raise ValueError(f"distributed.pp_engine: {name!r} is not a schedule; use one of {known}, or file.py:function")
-    if not Path(path).is_file():
-        raise ValueError(f"distributed.pp_engine: {name!r}: there is no file {path!r}")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        module = runpy.run_path(path)
     except Exception as problem:
-        raise ValueError(
-            f"distributed.pp_engine: {name!r} cannot be loaded: {_with_line(problem, spec.origin)}"
-        ) from problem
-    if not inspect.isfunction(getattr(module, function_name, None)):
+        raise ValueError(f"distributed.pp_engine: cannot load {name!r}: {_with_line(problem, path)}") from problem
+    if not inspect.isfunction(module.get(function_name)):
         raise ValueError(f"distributed.pp_engine: {name!r}: {path} has no function {function_name!r}")
-    return getattr(module, function_name)
+    return module[function_name]
 
 
 def _with_line(problem, path):
     """An exception in a user's file as one line, with the last line of that file that it went through."""
     lines = [frame.lineno for frame in traceback.extract_tb(problem.__traceback__) if frame.filename == path]
-    text = f"{type(problem).__name__}: {problem}"  # a SyntaxError knows its line itself
+    text = f"{type(problem).__name__}: {' '.join(str(problem).split())}"  # a SyntaxError knows its line itself
     return f"{text} ({path}, line {lines[-1]})" if lines else text
 
 
@@ -285,10 +291,8 @@ def action_lists(schedule, pp_size, num_microbatches, num_chunks=1):
             raise ValueError(f"{call} returned {actions!r:.100}; it must return a list of actions")
         for action in actions:
             if not (isinstance(action, Action) and type(action.chunk) is type(action.microbatch) is int):
-                raise ValueError(
-                    f"{call} returned a list with {action!r:.100} in it; make every action with F, B, I or W and whole "
-                    "numbers, as in F(microbatch) or B(microbatch, chunk)"
-                )
+                how = "make every action with F, B, I or W and whole numbers: F(microbatch) or F(microbatch, chunk)"
+                raise ValueError(f"{call} returned a list with {action!r:.100} in it; {how}")
         lists.append(actions)
     return lists
 

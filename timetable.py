@@ -1,7 +1,7 @@
-"""When each action of a schedule runs, who sends what to whom, and whether the lists work at all. Plain Python, no torch.
+"""When each action of a schedule runs, who sends what to whom, and whether the lists work at all. Without torch.
 
-A `Timetable` plays the ranks' lists: an action starts when its rank is free and its input exists. From that one table come
-the picture, the bubble, the activations held, the explanation of a deadlock, and `rank_program`: the list that
+A `Timetable` plays the ranks' lists: an action starts when its rank is free and its input exists. From that one table
+come the picture, the bubble, the activations held, the explanation of a deadlock, and `rank_program`: the list that
 `pipeline_parallel.py` runs, with the communication in it.
 """
 
@@ -23,7 +23,7 @@ class ScheduleError(ValueError):
 
 
 class Transfer(NamedTuple):
-    """The result of `action` goes from one stage to the next one (F) or to the previous one (B, I), at the end of `tick`."""
+    """The result of `action` goes to the next stage (F) or to the previous one (B, I), at the end of `tick`."""
 
     tick: float
     action: Action
@@ -159,7 +159,7 @@ class Timetable:
         return {"F": stage - 1, "B": stage + 1, "I": stage + 1}.get(kind)
 
     def _who_waits(self):
-        """Follows, from a rank that stands still, who waits for whom until that closes in a circle; the circle in words."""
+        """From a rank that stands still, who waits for whom until that closes in a circle: the circle in words."""
         rank = next(rank for rank, actions in enumerate(self.lists) if len(self.ends[rank]) < len(actions))
         texts = {}
         while rank not in texts:
@@ -201,7 +201,7 @@ class Timetable:
 
     @property
     def peak_microbatches(self):
-        """The most micro-batches whose activations each rank holds at once (F until B or W), in shares of its layers."""
+        """The most micro-batches whose activations each rank holds at once, F until B or W, in shares of its layers."""
         peaks = []
         for actions in self.lists:
             held = peak = 0
@@ -257,7 +257,7 @@ class Timetable:
 
 
 def make_timetable(pp_engine, pp_size, num_microbatches, num_chunks=1, forward_only=False, **costs):
-    """The Timetable of a schedule by name. Raises ValueError where the schedule is unknown, wrong or not made for the numbers."""
+    """The Timetable of a schedule by name. Raises ValueError where that is unknown, wrong, or not for the numbers."""
     schedule = find_schedule(pp_engine)
     check_chunks(schedule, num_chunks)
     lists = action_lists(schedule, pp_size, num_microbatches, num_chunks)

@@ -13,7 +13,6 @@ backward B = I + W. With v chunks a rank, an action of one chunk takes a v-th of
 import argparse
 import json
 import os
-import shutil
 import sys
 from contextlib import suppress
 from fractions import Fraction
@@ -92,12 +91,11 @@ class Trace:
         actions = [(box, rank) for rank, boxes in enumerate(self.boxes) for box in boxes if box.kind in NAMES]
         for box, rank in sorted(actions, key=lambda action: action[0].start):
             if box.kind != "W":
-                is_backward = box.kind != "F"
-                source = box.stage + 1 if is_backward else box.stage - 1
-                maker, when = made.get((is_backward, source, box.microbatch), (rank, 0))
+                step = -1 if box.kind == "F" else 1  # to the stage that its input comes from
+                maker, when = made.get((step, box.stage + step, box.microbatch), (rank, 0))
                 if maker != rank and free[rank] <= when:
                     times.append(max(0, box.start - when))
-                made[is_backward, box.stage, box.microbatch] = rank, box.end
+                made[step, box.stage, box.microbatch] = rank, box.end
             free[rank] = box.end
         return median(times) if times else 0
 
@@ -116,33 +114,32 @@ def grid(timetable, colour=False):
     for row, boxes in zip(rows, timetable.boxes, strict=True):
         for box in boxes:
             first, last = floor(box.start / tick + 0.5), floor(box.end / tick + 0.5)
-            text = str(box).ljust((last - first) * width - 1, "─") + " "
+            text = str(box).ljust((last - first) * width - 1, "─" if last - first > 1 else " ") + " "
             for i in range(last - first):
                 cell = text[i * width : (i + 1) * width]
                 row[first + i] = f"\x1b[30;48;5;{ANSI[box.kind]}m{cell}\x1b[0m" if colour else cell
     return tick, width, rows
 
 
-def print_timetable(name, timetable, costs):
+def print_timetable(name, table, costs):
     """The grid, on a terminal in bands as wide as that; then what it comes to."""
     on_terminal = sys.stdout.isatty()
-    tick, width, rows = grid(timetable, colour=on_terminal and "NO_COLOR" not in os.environ)
-    band = max(1, (shutil.get_terminal_size().columns - 9) // width) if on_terminal else len(rows[0])
-    m, v = timetable.num_microbatches, timetable.num_chunks
-    print(f"{name}: pp_size {timetable.pp_size}, micro-batches {m}, chunks {v}; {costs}")
-    print(f"a column is {number(tick)}{costs.unit}; {', '.join(NAMES.values())}; F3' is F3 of the rank's chunk 1\n")
+    tick, width, rows = grid(table, colour=on_terminal and "NO_COLOR" not in os.environ)
+    band = max(1, ((os.get_terminal_size().columns or 80) - 9) // width) if on_terminal else len(rows[0])
+    print(f"{name}: pp_size {table.pp_size}, micro-batches {table.num_microbatches}, chunks {table.num_chunks}")
+    print(f"{costs}; a column is {number(tick)}{costs.unit}")
+    print(f"{', '.join(NAMES.values())}; F3' is F3 of the rank's chunk 1\n")
     for start in range(0, len(rows[0]), band):
         for rank, row in enumerate(rows):
             print(f"rank {rank:<3}", "".join(row[start : start + band]).rstrip())
         print()
-    ranks = zip(timetable.idle, timetable.peak_microbatches, strict=True)
+    ranks = zip(table.idle, table.peak_microbatches, strict=True)
     print_table([{"rank": rank, "idle": idle, "micro-batches held": held} for rank, (idle, held) in enumerate(ranks)])
-    figures = f"step time {number(timetable.step_time)}{costs.unit}, bubble {float(timetable.bubble):.1%}"
+    figures = f"step time {number(table.step_time)}{costs.unit}, bubble {float(table.bubble):.1%}"
     print(f"\n{figures} (idle time / step time, mean over ranks)")
 
 
 def print_table(rows):
-    """Of dictionaries with the same keys."""
     texts = [[cell if isinstance(cell, str) else number(cell) for cell in row.values()] for row in rows]
     widths = [max(map(len, column)) for column in zip(rows[0], *texts, strict=True)]
     for row in (rows[0], *texts):
@@ -211,8 +208,8 @@ def draw(path, pictures, unit):
     last = max(box.chunk for box in boxes)
     shades = [1 - 0.6 * chunk / max(1, last) for chunk in range(last + 1)]  # later chunks are lighter
     palette = {(kind, c): (COLOURS[kind], shade) for kind in COLOURS for c, shade in enumerate(shades)}
-    typical = median(box.end - box.start for box in boxes if box.kind in NAMES)
-    width = min(max(8, 0.28 * (end - start) / typical + 1.5), 40)
+    durations = sorted(box.end - box.start for box in boxes if box.kind in NAMES)
+    width = min(max(8, 0.28 * (end - start) / durations[len(durations) // 4] + 1.5), 40)
     height = 0.8 + sum(0.6 + 0.4 * len(played.boxes) for _, played in pictures)
     figure = Figure(figsize=(width, height), layout="constrained")
     rows = figure.subplots(len(pictures), sharex=True, squeeze=False).flat
@@ -242,11 +239,7 @@ def parse(arguments):
     parser.add_argument("--max-held", type=float, help="find the fastest that holds at most so many micro-batches")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("-o", "--output", help="draw into this file (.svg, .png, .pdf); a trace: timeline.svg")
-
-    def error(message):
-        raise ValueError(message)
-
-    parser.error = error
+    parser.error = lambda message: parser.exit(2, f"error: {message}\n")  # without the usage: that is in --help
     arguments = parser.parse_args(arguments)
     for option in ("pp_size", "microbatches", "chunks", "max_held"):
         value = getattr(arguments, option)
@@ -263,17 +256,13 @@ def read_costs(text):
     raise ValueError(f"--costs: {text!r}, but it takes three positive numbers F,I,W or a trace.json")
 
 
-def draw_trace(path, output):
-    trace = Trace(path)
-    pp_engine, pp_size, *_ = trace.layout
-    predicted = trace.costs(pp_size).timetable(*trace.layout)
-    draw(output, [(f"measured, {pp_engine}", trace), ("predicted from the mean times", predicted)], " ms")
-
-
 def run(arguments):
     what, output, max_held = arguments.what, arguments.output, arguments.max_held
     if what and what.endswith(".json"):
-        return draw_trace(what, output or "timeline.svg")
+        trace = Trace(what)
+        predicted = trace.costs(trace.layout[1]).timetable(*trace.layout)
+        pictures = [(f"measured, {trace.layout[0]}", trace), ("predicted from the mean times", predicted)]
+        return draw(output or "timeline.svg", pictures, " ms")
     if output and not what:
         raise ValueError("-o: name the schedule or the trace.json to draw")
     trace = Trace(arguments.costs) if arguments.costs.endswith(".json") else None
@@ -301,11 +290,10 @@ def run(arguments):
 def print_schedules(arguments=None):
     """The command line of schedules.py and of this file; returns the exit code."""
     try:
-        run(parse(arguments))
+        return run(parse(arguments)) or 0
     except (ValueError, OSError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
-    return 0
 
 
 if __name__ == "__main__":

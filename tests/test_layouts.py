@@ -6,6 +6,7 @@ float64, so that 1e-12 tells a different order of summation from a mistake. `lay
 import itertools
 
 import pytest
+
 from layouts import assert_close, assert_equal, run, tiny_config, train_plainly
 
 TOLERANCE = 1e-12

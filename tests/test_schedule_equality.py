@@ -6,6 +6,7 @@ ranks runs in one go on the same processes.
 
 import pytest
 import torch
+
 from layouts import assemble, assert_close, assert_equal, run, tiny_config, train_on_layout, train_plainly
 
 ENGINES = [("afab", 1), ("1f1b", 1), ("zb_h1", 1), ("interleaved_1f1b", 2), ("zb_v", 2), ("dualpipev", 2)]
@@ -41,7 +42,9 @@ def one_process(pool):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("pp, engine, chunks", [(pp, *e) for pp in (1, 2, 4) for e in ENGINES] + [(2, "interleaved_1f1b", 4)])
+@pytest.mark.parametrize(
+    "pp, engine, chunks", [(pp, *e) for pp in (1, 2, 4) for e in ENGINES] + [(2, "interleaved_1f1b", 4)]
+)
 def test_schedule_is_bit_equal_to_one_process(pool, one_process, pp, engine, chunks, dtype):
     numbers = range(1, 3 * pp + 1)
     cases = [dict(engine=engine, chunks=chunks, microbatches=m, dtype=dtype) for m in numbers]

@@ -158,7 +158,7 @@ def test_a_dead_worker_is_reported_at_once(pool, how):
     start = time.monotonic()
     with pytest.raises(WorkerError, match=f"^rank 1 of 4 died: {how}$"):
         pool.run(4, die_on, 1, how, timeout=60)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 20
     assert_works(pool)
 
 
@@ -172,10 +172,10 @@ def test_a_worker_that_died_between_two_runs_is_reported(pool):
 def test_a_hang_is_reported_with_the_place_of_each_rank(pool):
     start = time.monotonic()
     with pytest.raises(WorkerError) as error:
-        pool.run(2, oversleep_on, 1, timeout=3)
-    assert time.monotonic() - start < 10
-    rank_0, rank_1 = str(error.value).split("rank 1 of 2 did not return in 3 s")
-    assert rank_0.startswith("rank 0 of 2") and "in all_reduce" in rank_0
+        pool.run(2, oversleep_on, 1, timeout=2)
+    assert time.monotonic() - start < 20
+    rank_0, rank_1 = str(error.value).split("rank 1 of 2 did not return in 2 s")
+    assert rank_0.startswith("rank 0 of 2 did not return in 2 s") and "in all_reduce" in rank_0
     assert "in oversleep_on" in rank_1
     assert_works(pool)
 

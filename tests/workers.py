@@ -16,6 +16,7 @@ import os
 import pickle
 import signal
 import tempfile
+import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,10 +28,9 @@ import torch.distributed as dist
 
 import process_group_manager as pgm
 
-# Modules that torch imports late, each a matter of seconds: once in the parent instead of once in every worker.
+# Slow modules that torch imports only when they are used: once in the parent instead of once in every worker.
 PRELOADED = ("torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes")
-GRACE_SECONDS = 3.0  # how long the other ranks may take to answer when one has failed: one of them may know why
-TOO_LATE = "did not return in"
+GRACE_SECONDS = 3.0  # for the ranks that have not answered when one has failed (they may know why), or at the timeout
 
 
 class WorkerError(RuntimeError):
@@ -71,15 +71,16 @@ def perform(task):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.manual_seed(0)
     with open(f"{task.folder}/stack_of_rank_{rank}", "w") as stack:
-        # A thread that needs no Python: whatever this process hangs in, it writes down the stack and ends the process.
-        faulthandler.dump_traceback_later(task.timeout, exit=True, file=stack)
+        # A thread that needs no Python writes down where this process hangs, whatever it hangs in. Collectives give up
+        # later than that: one rank's error would break the connections, and so change the picture on the others.
+        faulthandler.dump_traceback_later(task.timeout, file=stack)
         try:
             dist.init_process_group(
                 "gloo",
                 init_method=f"file://{task.folder}/rendezvous",  # a file: no port can collide
                 rank=rank,
                 world_size=world_size,
-                timeout=timedelta(seconds=task.timeout),
+                timeout=timedelta(seconds=2 * task.timeout + GRACE_SECONDS),
             )
             function, args = pickle.loads(task.call)
             answer = pickle.dumps((True, function(*args)))
@@ -161,22 +162,24 @@ class WorkerPool:
 
 
 def collect(workers, folder, timeout):
-    """The results by rank, or a WorkerError with the ranks that caused a failure (with all, if none stands out)."""
+    """The results by rank, or a WorkerError that tells what went wrong on which rank."""
     results, failures = {}, {}
     waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
-    while waiting:
-        answered = wait(waiting, GRACE_SECONDS if failures else timeout + GRACE_SECONDS)
+    deadline = time.monotonic() + timeout + GRACE_SECONDS
+    while waiting and (answered := wait(waiting, max(0, deadline - time.monotonic()))):
         for connection in answered:
             rank = waiting.pop(connection)
             succeeded, answer = workers[rank].receive()
-            if not succeeded and (stack := stack_at_timeout(folder, rank)):
-                answer = f"{TOO_LATE} {timeout} s\n{stack}"
             (results if succeeded else failures)[rank] = answer
-        if not answered:
-            failures = failures or {rank: "did not even begin" for rank in waiting.values()}
-            break
+        if failures:
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    for rank in waiting.values():
+        stack = stack_at_timeout(folder, rank)
+        if stack or not failures:
+            failures[rank] = f"did not return in {timeout} s\n{stack}"
     if failures:
-        causes = {rank: text for rank, text in failures.items() if is_cause(text)} or failures
+        # An error of gloo itself (connection closed by peer, ...) mostly echoes what happened on another rank.
+        causes = {rank: text for rank, text in failures.items() if "gloo/transport" not in text} or failures
         raise WorkerError("\n".join(f"rank {rank} of {len(workers)} {causes[rank]}" for rank in sorted(causes)))
     return [results[rank] for rank in range(len(workers))]
 
@@ -185,8 +188,3 @@ def stack_at_timeout(folder, rank):
     """Where a rank was when its time was up: the frames above this file's. Empty for a rank that was in time."""
     path = Path(folder, f"stack_of_rank_{rank}")
     return path.read_text().partition(f'  File "{__file__}"')[0] if path.exists() else ""
-
-
-def is_cause(failure):
-    """No hang, and no error of gloo itself: "connection closed by peer" echoes what happened on another rank."""
-    return not failure.startswith(TOO_LATE) and "gloo/transport" not in failure

@@ -1,0 +1,87 @@
+"""What a step spent its time on: the bubble, measured beside predicted, and a trace to look at.
+
+    … train.py --config configs/tiny_pp2_tp2.json logging.trace_file=trace.json
+    python visualize.py trace.json -o timeline.svg             # or open trace.json in https://ui.perfetto.dev
+
+`pipeline_parallel.ScheduleRun` records a Span per action and per wait; here they are added up over the ranks.
+"""
+
+import json
+import time
+
+import torch
+import torch.distributed as dist
+
+import process_group_manager as pgm
+from timetable import predicted_bubble
+
+KINDS = "FBIW"
+
+
+def make_clock(device):
+    """A function that marks the present: seconds on a CPU; on a GPU an event in its stream, so that nobody waits."""
+
+    def cuda_clock():
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    return cuda_clock if device.type == "cuda" else time.perf_counter
+
+
+def seconds(start, end):
+    return end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
+
+
+def bubbles(model, num_microbatches, device):
+    """(measured, predicted) bubble of the last step: idle time / step time, mean over ranks.
+
+    Predicted is the timetable's bubble when every action takes what its kind took on average in this very step.
+    """
+    manager = pgm.process_group_manager
+    sums = torch.zeros(2, len(KINDS), dtype=torch.float64)  # seconds and count of each kind of action
+    for span in model.spans:
+        if span.kind in KINDS:
+            sums[:, KINDS.index(span.kind)] += torch.tensor([seconds(span.start, span.end), 1.0])
+    duration = torch.tensor(seconds(model.spans[0].start, model.spans[-1].end), dtype=torch.float64, device=device)
+    sums = sums.to(device)
+    dist.all_reduce(sums)
+    dist.all_reduce(duration, dist.ReduceOp.MAX)
+    busy = sums[0].sum() / manager.world_size
+    means = {kind: total / count for kind, (total, count) in zip(KINDS, sums.t().tolist(), strict=True) if count}
+    predicted = predicted_bubble(model.pp_engine, manager.pp_size, num_microbatches, model.num_chunks, means)
+    return 1 - (busy / duration).item(), predicted
+
+
+def write_trace(path, model, num_microbatches, zero):
+    """Chrome trace of the last step: a process per pipeline rank of dp rank 0 and tp rank 0, microseconds from `zero`.
+
+    `zero` is this rank's mark right after a barrier, which puts the ranks on one clock.
+    """
+    manager = pgm.process_group_manager
+    events = [
+        {
+            "name": f"{span.kind}{span.microbatch}" + (f".{span.chunk}" if span.chunk else ""),
+            "cat": span.kind,
+            "ph": "X",
+            "ts": 1e6 * seconds(zero, span.start),
+            "dur": 1e6 * seconds(span.start, span.end),
+            "pid": manager.pp_rank,
+            "tid": 0,
+            "args": {"stage": model.stages[span.chunk], "chunk": span.chunk, "microbatch": span.microbatch},
+        }
+        for span in model.spans
+    ]
+    of_all_ranks = [None] * manager.world_size
+    dist.all_gather_object(of_all_ranks, events if manager.dp_rank == manager.tp_rank == 0 else [])
+    if manager.global_rank == 0:
+        metadata = {
+            "pp_engine": model.pp_engine,
+            "pp_size": manager.pp_size,
+            "num_chunks": model.num_chunks,
+            "num_microbatches": num_microbatches,
+            "tp_size": manager.tp_size,
+            "dp_size": manager.dp_size,
+        }
+        with open(path, "w") as file:
+            json.dump({"traceEvents": sum(of_all_ranks, []), "metadata": metadata}, file)
