@@ -1,12 +1,13 @@
-"""Data parallelism: replicas average their gradients, in buckets, while backward still runs; ZeRO-1 shards the optimizer.
+"""Data parallelism: replicas average their gradients, in buckets, while backward still runs. ZeRO-1.
 
-The naive way is a loop after backward: `for p in parameters: all_reduce(p.grad); p.grad /= dp_size`. It sends many small
-messages and sends them late. So gradients live in a few flat buffers, and a bucket's all-reduce starts as soon as its last
-gradient of the step has arrived (PyTorch DDP, arXiv 2006.15704, section 3.2).
+The naive way is a loop after backward: `for p in parameters: all_reduce(p.grad); p.grad /= dp_size`. It sends many
+small messages and sends them late. So gradients live in a few flat buffers, and a bucket's all-reduce starts as soon as
+its last gradient of the step has arrived (PyTorch DDP, arXiv 2006.15704, section 3.2).
 
-A bucket also holds its parameters flat, so that the optimizer works on one long tensor instead of hundreds. ZeRO-1 (arXiv
-1910.02054, section 5.1) is then a matter of slices: reduce-scatter instead of all-reduce, every rank updates its own slice
-`shard` of the bucket, and an all-gather hands the new parameters round. Without it the shard is the whole bucket.
+A bucket also holds its parameters flat, so that the optimizer works on one long tensor instead of hundreds. ZeRO-1
+(arXiv 1910.02054, section 5.1) is then a matter of slices: reduce-scatter instead of all-reduce, every rank updates its
+own slice `shard` of the bucket, and an all-gather hands the new parameters round. Without it the shard is the whole
+bucket.
 
 Gradients are float32 (float64 for a float64 model) whatever the model's dtype and the layout. A bfloat16 model gets
 float32 master weights, on which the optimizer works.

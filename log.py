@@ -46,8 +46,8 @@ def say_start(config, device, tokens):
         say("no GPU found: training on the CPU with gloo")
     say(f"data: {tokens}")
     say(
-        f"global batch = {training.micro_batch_size} × {training.gradient_accumulation_steps} × {distributed.dp_size} = "
-        f"{config.global_batch_size} sequences = {config.tokens_per_step:,} tokens"
+        f"global batch = {training.micro_batch_size} × {training.gradient_accumulation_steps} × {distributed.dp_size}"
+        f" = {config.global_batch_size} sequences = {config.tokens_per_step:,} tokens"
     )
 
 
@@ -85,7 +85,7 @@ def count_parameters(model):
 
 
 def flops_per_token(model_config, num_parameters, seq_length):
-    """Forward and backward: 6 per weight in a matrix product and 12 · layers · n · d · s for attention (PaLM, appendix B)."""
+    """Forward and backward: 6 per weight of a product, 12 · layers · n · d · s for attention (PaLM, appendix B)."""
     lookups = 0 if model_config.tie_word_embeddings else model_config.vocab_size * model_config.hidden_size
     attention = model_config.num_hidden_layers * model_config.num_attention_heads * model_config.head_dim * seq_length
     return 6 * (num_parameters - lookups) + 12 * attention

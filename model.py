@@ -1,8 +1,8 @@
 """A Llama in plain PyTorch, for one device: it knows nothing of ranks.
 
-Parallelism is applied from outside: `tensor_parallel.apply_tensor_parallel` swaps the layers for sharded ones of the same
-name, `pipeline_parallel.PipelineParallel` keeps one stage's layers. That works because nothing here counts heads from the
-config (local head counts come from weight shapes) and because `Llama.forward` is a loop over children.
+Parallelism is applied from outside: `tensor_parallel.apply_tensor_parallel` swaps the layers for sharded ones of the
+same name, `pipeline_parallel.PipelineParallel` keeps one stage's layers. That works because nothing here counts heads
+from the config (local head counts come from weight shapes) and because `Llama.forward` is a loop over children.
 
 Papers: RMSNorm (arXiv 1910.07467), rotary embedding (2104.09864), SwiGLU (2002.05202), grouped-query attention
 (2305.13245), Llama (2302.13971). Names of sizes are those of transformers' `LlamaConfig`. Shapes: b batch, s sequence,
@@ -171,7 +171,7 @@ def named_parameters(model):
 
 
 def initial_value(name, shape, config, seed):
-    """The full float32 tensor that parameter `name` starts from: drawn from a stream of its own, seeded by (seed, name).
+    """The full float32 tensor that parameter `name` starts from: a stream of its own, seeded by (seed, name).
 
     So no layout changes a weight, no two layers share a stream and no two tp ranks hold the same shard. Matrices are
     normal with std `initializer_range`; those that write to the residual stream are scaled by 1/sqrt(2 · layers), the

@@ -4,10 +4,10 @@
     timetable.py   the same list with the transfers in it: `rank_program`
     here           `PipelineParallel`, the stages of this rank, and `ScheduleRun`, which runs a program for one step
 
-Contract at a boundary: one tensor (micro_batch_size, seq_length, hidden_size) in the model's dtype crosses it, forward as
-activations and backward as their gradient; with sequence parallelism seq_length is divided by tp_size. Everything else that
-a stage needs (tokens, targets, positions, masks) it reads from its own data loader, which gives every rank the same
-micro-batch i. So no shape, flag or None ever travels.
+Contract at a boundary: one tensor (micro_batch_size, seq_length, hidden_size) in the model's dtype crosses it, forward
+as activations and backward as their gradient; with sequence parallelism seq_length is divided by tp_size. Everything
+else that a stage needs (tokens, targets, positions, masks) it reads from its own data loader, which gives every rank
+the same micro-batch i. So no shape, flag or None ever travels.
 """
 
 import time
@@ -43,8 +43,8 @@ def distribute_layers(num_layers, num_stages, layers_per_stage=None):
         layers_per_stage = [small + (stage < larger) for stage in range(num_stages)]
     if len(layers_per_stage) != num_stages or sum(layers_per_stage) != num_layers or min(layers_per_stage) < 0:
         raise ValueError(
-            f"distributed.pp_layers: {list(layers_per_stage)} must be {num_stages} layer counts (one a stage) that sum to "
-            f"{num_layers} (model.num_hidden_layers)"
+            f"distributed.pp_layers: {list(layers_per_stage)} must be {num_stages} layer counts (one a stage) "
+            f"that sum to {num_layers} (model.num_hidden_layers)"
         )
     starts = [sum(layers_per_stage[:stage]) for stage in range(num_stages)]
     return [range(start, start + count) for start, count in zip(starts, layers_per_stage, strict=True)]
@@ -217,7 +217,7 @@ class ScheduleRun:
             compute_gradient()
 
     def _put(self, key, tensor):
-        """Hands a result on: into the inbox if this rank holds the next stage itself, else it waits for its transfer."""
+        """Hands a result on: into the inbox if this rank holds the next stage, else to wait for its transfer."""
         if self.model.rank_of_stage[key[1]] == pgm.process_group_manager.pp_rank:
             self.inbox[key] = tensor, None
         else:
@@ -268,7 +268,7 @@ class ScheduleRun:
                 handle.wait()
 
     def _check_boundary(self, tensor, transfer):
-        """gloo delivers a tensor of another shape or dtype than the receiver's as garbage: so the sender looks first."""
+        """gloo delivers a tensor of another shape or dtype than expected as garbage: so the sender looks first."""
         if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype or not tensor.is_contiguous():
             raise RuntimeError(
                 f"stage {transfer.source_stage} would send {transfer.action} as {tuple(tensor.shape)} {tensor.dtype}"
@@ -281,7 +281,7 @@ class ScheduleRun:
 
 
 def run_pipeline(model, data_loader, tensor_shapes, device, dtype, pp_engine, forward_only=False):
-    """One step (or, forward_only, one evaluation) of `pp_engine`. Leaves gradients, returns the loss of the global batch.
+    """One step of `pp_engine`, or its forwards alone. Leaves gradients, returns the loss of the global batch.
 
     The loss is the mean over all micro-batches of all dp ranks, known to every rank.
     """

@@ -2,9 +2,10 @@
 
     torchrun --nproc_per_node 8 train.py --config configs/llama_1b_pp4_tp2.json   # tp 2 × pp 4 × dp 1
 
-Every process holds one coordinate (dp_rank, pp_rank, tp_rank) of a three-dimensional grid. `setup_process_group_manager`
-joins the processes and makes one process group per line of that grid; everybody else reads the result as
-`pgm.process_group_manager.pp_rank` and friends. An axis of size 1 is a group of one: no code asks whether it is there.
+Every process holds one coordinate (dp_rank, pp_rank, tp_rank) of a three-dimensional grid.
+`setup_process_group_manager` joins the processes and makes one process group per line of that grid; everybody else
+reads the result as `pgm.process_group_manager.pp_rank` and friends. An axis of size 1 is a group of one: no code asks
+whether it is there.
 """
 
 import os
@@ -26,7 +27,8 @@ def rank_grid(tp_size, pp_size, dp_size):
     """All ranks as a tensor [dp, pp, tp]. Example: tp 2, pp 2, dp 1 is [[[0, 1], [2, 3]]].
 
     The last axis holds neighbouring ranks, which share a machine: tp comes last because it talks most (two all-reduces
-    per layer and direction), pp next (one boundary tensor per micro-batch), dp first (one gradient per step, overlapped).
+    per layer and direction), pp next (one boundary tensor per micro-batch), dp first (one gradient per step,
+    overlapped).
     """
     return torch.arange(dp_size * pp_size * tp_size).view(dp_size, pp_size, tp_size)
 
@@ -47,7 +49,7 @@ def choose_device(name):
 
 
 def join_processes(device, timeout_seconds):
-    """`init_process_group` for torchrun's processes, or for this one process alone. Collectives time out; arriving does not."""
+    """`init_process_group` for torchrun's processes, or for this one alone. Collectives time out, arriving does not."""
     global store
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if device.type == "cuda":
@@ -94,7 +96,7 @@ class ProcessGroupManager:
         self.embedding_group, self.embedding_ranks = self._new_group(pp_lines[:, [0, -1]] if pp_size > 1 else pp_lines)
 
     def _new_group(self, lines):
-        """Makes a group of every row, on every rank in the same order (else new_group hangs); returns this rank's own."""
+        """A group of every row, made on every rank in the same order (else: hang); returns this rank's own."""
         for ranks in lines.tolist():
             group = dist.new_group(ranks)
             if self.global_rank in ranks:
@@ -103,7 +105,7 @@ class ProcessGroupManager:
         return mine if (lines == self.global_rank).any() else (None, [])
 
     def warm_up(self, device):
-        """One collective on every group: nccl makes communicators at first use, and no batched p2p call may be that use."""
+        """One collective a group: nccl makes communicators at first use, which no batched p2p call may be."""
         for group in (self.tp_group, self.pp_group, self.dp_group, self.pp_dp_group, self.embedding_group):
             if group is not None:
                 dist.all_reduce(torch.zeros(1, device=device), group=group)

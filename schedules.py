@@ -270,10 +270,10 @@ def chunks_of(schedule):
 
 def check_chunks(schedule, num_chunks):
     """Raises ValueError unless `schedule` can be made for `num_chunks` model chunks a rank."""
-    needed, name = chunks_of(schedule), schedule.__name__
+    needed = chunks_of(schedule)
     if needed not in (None, num_chunks):
         why = "folds the model into a V" if needed == 2 else "has one chunk a rank"
-        raise ValueError(f"distributed.pp_chunks: {num_chunks}, but {name} {why}: use {needed}")
+        raise ValueError(f"distributed.pp_chunks: {num_chunks}, but this schedule {why}: use {needed}")
 
 
 def action_lists(schedule, pp_size, num_microbatches, num_chunks=1):

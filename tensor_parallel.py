@@ -144,7 +144,7 @@ class ParallelRegion:
 
 
 class ColumnParallelLinear(nn.Module):
-    """y_r = f(x) · W_rᵀ: `layer`'s output features are split, so y_r is this rank's share of y; x is the same everywhere.
+    """y_r = f(x) · W_rᵀ: `layer`'s output features are split, so y_r is this rank's share of y; x is whole.
 
     `enters=False` when x went through f before, as q, k and v share the one at the entry of their block.
     """

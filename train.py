@@ -55,7 +55,7 @@ def set_up(config):
 
 
 def settle_layout(config):
-    """Fills in dp_size and pp_chunks where they are null. Raises ValueError for a grid or a schedule that cannot run."""
+    """Fills in dp_size and pp_chunks where they are null. ValueError for a grid or a schedule that cannot run."""
     distributed = config.distributed
     check_world_size(config, int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None)
     if distributed.pp_chunks is None:

@@ -1,7 +1,7 @@
 """The same tiny training run on any layout, and on plain PyTorch: what the equality tests compare.
 
-`train_on_layout` runs in the worker processes, `train_plainly` in the test's own: a single-device `Llama`, F.cross_entropy,
-torch's AdamW and clip_grad_norm_, one backward per micro-batch.
+`train_on_layout` runs in the worker processes, `train_plainly` in the test's own: a single-device `Llama`,
+F.cross_entropy, torch's AdamW and clip_grad_norm_, one backward per micro-batch.
 """
 
 from types import SimpleNamespace
@@ -23,7 +23,8 @@ def tiny_config(**changes):
     fields = dict(
         hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
         intermediate_size=48, vocab_size=61, max_position_embeddings=32, rms_norm_eps=1e-5, initializer_range=0.2,
-        tie_word_embeddings=False, attention_bias=False, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=False, attention_bias=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )  # fmt: skip
     return SimpleNamespace(**{**fields, **changes})
 

@@ -1,7 +1,7 @@
 """Pipeline parallelism alone changes no bit: loss, gradients and trained weights of every schedule equal one process's.
 
-Untied and unclipped: tied weights and the norm are sums in another order, see test_layouts.py. Every case of one number of
-ranks runs in one go on the same processes.
+Untied and unclipped: tied weights and the norm are sums in another order, see test_layouts.py. Every case of one number
+of ranks runs in one go on the same processes.
 """
 
 import pytest
