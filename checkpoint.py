@@ -31,6 +31,8 @@ from checkpoint_folder import LAST as TRAINER_STATE
 from checkpoint_folder import on_all_ranks, write_folder, write_shard
 from config import ONLY_VALUE, Config, explain, lay_over, read_architecture, read_json
 from model import build_on_meta, named_parameters
+from pipeline_parallel import pipeline_communicate
+from tensor_parallel import shard_range
 
 RENAMED = {  # from our names to Hugging Face's, one replacement after the other
     "embedding.": "model.embed_tokens.",
@@ -93,30 +95,31 @@ class LocalState:
             if not state:  # before the first step: what AdamW would begin with
                 state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
-            flats = {"optimizer-master": master}
-            flats |= {f"optimizer-{key}": state[key] for key in ("exp_avg", "exp_avg_sq")}
-            start, length = bucket.shard.start or 0, master.numel()
+            flats = {f"optimizer-{key}": flat for key, flat in [("master", master), *state.items()] if key != "step"}
+            length, manager = master.numel(), pgm.process_group_manager
+            mine, num_slices = (manager.dp_rank, manager.dp_size) if bucket.zero1 else (0, 1)
             for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
-                first = max(offset, start)
-                last = max(first, min(offset + parameter.numel(), start + length))
-                here, place = slice(first - start, last - start), slice(first - offset, last - offset)
+                # cuts[r]: how many elements of the parameter lie before slice r of the bucket
+                cuts = [min(max(r * length - offset, 0), parameter.numel()) for r in range(num_slices + 1)]
+                places = [slice(*ends) for ends in itertools.pairwise(cuts)]
+                first = max(offset - mine * length, 0)
                 for family, flat in flats.items():
-                    self.pieces[family, names[parameter]] = flat[here], place, bucket.zero1
+                    piece = flat[first : first + cuts[mine + 1] - cuts[mine]]
+                    self.pieces[family, names[parameter]] = piece, places, places[mine]
 
     def gather(self, family, name, dp_rank, tp_rank):
         """The whole tensor, in the memory of the rank of this stage with these coordinates; None on the others."""
         manager, parameter = pgm.process_group_manager, self.parameters[name]
         part, shard = parameter.detach(), getattr(parameter, "shard", None)
         if family != "model":
-            part, place, zero1 = self.pieces[family, name]
-            if zero1:
-                size, target = [parameter.numel()], manager.dp_ranks[dp_rank]
-                part = put_together(part, lambda whole: whole[place], size, target, manager.dp_group)
-            part = part.view(parameter.shape)
+            piece, places, _ = self.pieces[family, name]
+            part = put_together(piece, places, [parameter.numel()], dp_rank, manager.dp_ranks, manager.dp_group)
         if manager.dp_rank != dp_rank:
             return None
+        part = part.view(parameter.shape)
         if shard is not None:
-            part = put_together(part, shard.take, shard.full_shape, manager.tp_ranks[tp_rank], manager.tp_group)
+            places = [place_of(shard, rank) for rank in range(manager.tp_size)]
+            part = put_together(part, places, shard.full_shape, tp_rank, manager.tp_ranks, manager.tp_group)
         return part.cpu() if manager.tp_rank == tp_rank else None
 
     def load(self, family, name, part):
@@ -124,21 +127,34 @@ class LocalState:
         if family == "model":
             self.parameters[name].detach().copy_(part)
         else:
-            piece, place, _ = self.pieces[family, name]
+            piece, _, place = self.pieces[family, name]
             piece.copy_(part.flatten()[place])
 
 
-def put_together(piece, take, shape, target, group):
-    """A tensor of which each rank of `group` has a piece, `take(whole)`. It is whole on global rank `target` only.
+def place_of(shard, tp_rank):
+    """Where in the full tensor tp rank `tp_rank` has its part, as an index."""
+    part = shard_range(shard.full_shape[shard.dim], tp_rank, pgm.process_group_manager.tp_size)
+    return (slice(None),) * shard.dim + (slice(*part),)
 
-    Each rank lays its piece into zeros, and the bytes are summed: one collective whatever the sizes of the pieces, and
-    exact, since every byte comes from one rank. (Sums of the numbers would turn -0.0 into 0.0.)
-    """
-    if group.size() == 1:
+
+def put_together(piece, places, shape, target, ranks, group):
+    """The tensor that has the piece of the r-th of `ranks` at places[r], on the `target`-th of them; else None."""
+    if len(places) == 1:
         return piece
-    whole = piece.new_zeros(shape)
-    take(whole).copy_(piece)
-    dist.reduce(whole.view(-1).view(torch.uint8), target, group=group)
+    if group.rank() == target:
+        whole = piece.new_empty(shape)
+        # Rows are received where they belong. Columns are no contiguous memory: they come in a copy.
+        parts = [
+            piece if rank == ranks[target] else whole[at].contiguous() for rank, at in zip(ranks, places, strict=True)
+        ]
+        transfers = [(dist.irecv, part, rank) for part, rank in zip(parts, ranks, strict=True) if part is not piece]
+    else:
+        whole, parts, transfers = None, [], [(dist.isend, piece, ranks[target])]
+    transfers = [transfer for transfer in transfers if transfer[1].numel() > 0]
+    for handle in pipeline_communicate(transfers, group) if transfers else []:
+        handle.wait()
+    for place, part in zip(places, parts, strict=False):
+        whole[place] = part
     return whole
 
 
@@ -265,10 +281,9 @@ def load_family(folder, family, shards, local):
         with safe_open(path, "pt") as file:
             for name, parameter in local.parameters.items():
                 if files[hugging_face_name(name)] == path:
-                    tensor, index = file.get_slice(hugging_face_name(name)), ...
-                    if shard := getattr(parameter, "shard", None):
-                        index = (slice(None),) * shard.dim + (slice(shard.start, shard.stop),)
-                    local.load(family, name, tensor[index])
+                    shard = getattr(parameter, "shard", None)
+                    place = ... if shard is None else place_of(shard, pgm.process_group_manager.tp_rank)
+                    local.load(family, name, file.get_slice(hugging_face_name(name))[place])
 
 
 def find_tensors(folder, family, shards):

@@ -17,13 +17,29 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import Annotated, Literal, NoReturn
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    TypeAdapter,
+    ValidationError,
+    WrapValidator,
+    model_validator,
+)
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from architecture import ONLY_VALUE, lay_over, read_architecture, read_json, show
 
 Text = Annotated[str, Field(min_length=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+BALANCED = TypeAdapter(Literal["balanced"])
+# Not a union: of that, pydantic would tell what is wrong with either form.
+LayerCounts = Annotated[
+    list[NonNegativeInt],
+    WrapValidator(lambda value, check: BALANCED.validate_python(value) if isinstance(value, str) else check(value)),
+]
 
 
 class Section(BaseModel):
@@ -37,7 +53,7 @@ class DistributedConfig(Section):
     dp_size: PositiveInt | None = 1  # replicas, each with its own part of the batch; null = all the processes left over
     pp_engine: Text = "1f1b"  # the pipeline schedule: a name from schedules.py, or path/to/file.py:function
     pp_chunks: PositiveInt | None = None  # stages on each rank; null = what the schedule needs: 1, or 2
-    pp_layers: list[NonNegativeInt] | None = None  # layers of each stage; null = as even as possible
+    pp_layers: LayerCounts | None = None  # layers of each stage; "balanced" = by cost; null = as even as possible
     zero1: bool = False  # shard the optimizer's state over dp
     sequence_parallel: bool = False  # shard norms and the residual stream along the sequence over tp
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = cuda where there is one
@@ -184,12 +200,11 @@ def requirements(config: Config) -> Iterator[tuple[bool, str]]:
     yield not unused, f"model.rope_parameters: rope_type {rope['rope_type']} does not use {unused}"
     ordered = rope.get("low_freq_factor", 0) < rope.get("high_freq_factor", math.inf)
     yield ordered, "model.rope_parameters: low_freq_factor must be below high_freq_factor"
-    if d.pp_layers is None:
-        yield d.pp_size <= m.num_hidden_layers, "distributed.pp_size: must be at most model.num_hidden_layers"
-    else:
-        one_each, total = len(d.pp_layers) == d.pp_size, sum(d.pp_layers)
-        yield one_each, "distributed.pp_layers: needs an entry for each of the distributed.pp_size stages"
+    if isinstance(d.pp_layers, list):  # one for each stage: `distribute_layers` says, when the number of chunks is known
+        total = sum(d.pp_layers)
         yield total == m.num_hidden_layers, "distributed.pp_layers: must add up to model.num_hidden_layers"
+    else:
+        yield d.pp_size <= m.num_hidden_layers, "distributed.pp_size: must be at most model.num_hidden_layers"
     divides = not d.sequence_parallel or t.seq_length % d.tp_size == 0
     yield divides, "training.seq_length: must be a multiple of distributed.tp_size for sequence parallelism"
     fits = t.seq_length <= m.max_position_embeddings

@@ -47,8 +47,8 @@ class _Linear(torch.autograd.Function):
         if needs_weight and _deferred is None:
             grad_weight = _weight_gradient(grad_rows, x)
         elif needs_weight:
-            # `backward` on a leaf accumulates into .grad and calls its hooks, as an ordinary backward does: whoever
-            # listens there (data parallel) need not know that schedules exist.
+            # `backward` on a leaf accumulates into .grad and calls its hooks, as an ordinary backward does. (Autograd
+            # calls the hooks for I as well, with nothing added: who counts gradients counts both, W's is the last.)
             _deferred.append(lambda: weight.backward(_weight_gradient(grad_rows, x)))
         return grad_input, grad_weight, grad_bias
 

@@ -25,8 +25,8 @@ def check_outputs(settings):
             import wandb
         except ImportError:
             raise ValueError("logging.use_wandb: true, but the package wandb is not installed here") from None
-        if os.environ.get("WANDB_MODE") not in ("offline", "disabled", "dryrun") and wandb.api.api_key is None:
-            # Else wandb would ask for it in the middle of the start, from one of several processes.
+        online = os.environ.get("WANDB_MODE", "online") == "online"
+        if online and not wandb.login(prompt=False, verify=False):  # it must not ask, from one of several processes
             raise ValueError(
                 "logging.use_wandb: true, but there is no wandb login; run `wandb login` or set WANDB_MODE=offline"
             )

@@ -36,7 +36,8 @@ recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 def distribute_layers(num_layers, num_stages, layers_per_stage=None):
     """The layer numbers of every stage, as ranges: even, the first stages one more, or by explicit counts.
 
-    distribute_layers(5, 2) -> [range(0, 3), range(3, 5)]. Raises ValueError when explicit counts do not add up.
+    distribute_layers(5, 2) -> [range(0, 3), range(3, 5)]. Raises ValueError when the counts do not add up, or when a
+    stage between the first and the last would have nothing to do.
     """
     if layers_per_stage is None:
         small, larger = divmod(num_layers, num_stages)
@@ -45,6 +46,11 @@ def distribute_layers(num_layers, num_stages, layers_per_stage=None):
         raise ValueError(
             f"distributed.pp_layers: {list(layers_per_stage)} must be {num_stages} layer counts (one a stage) "
             f"that sum to {num_layers} (model.num_hidden_layers)"
+        )
+    if 0 in layers_per_stage[1:-1]:
+        raise ValueError(
+            f"distributed.pp_layers: {layers_per_stage}: each of the {num_stages} stages (distributed.pp_size × pp_chunks) "
+            f"but the first and the last needs a layer, of the {num_layers} of model.num_hidden_layers"
         )
     starts = [sum(layers_per_stage[:stage]) for stage in range(num_stages)]
     return [range(start, start + count) for start, count in zip(starts, layers_per_stage, strict=True)]
@@ -142,9 +148,9 @@ def pipeline_communicate(operations, group):
 
 
 class Span(NamedTuple):
-    """What a rank did from `start` to `end` (marks of its clock): an action, or waiting for an action's input."""
+    """What a rank did from `start` to `end` (marks of its clock): an action, or waiting for another rank."""
 
-    kind: str  # F, B, I, W, or "wait"
+    kind: str  # F, B, I, W, "wait" for an action's input, or "post": transfers, and waiting for earlier ones to leave
     chunk: int
     microbatch: int
     start: object
@@ -172,11 +178,11 @@ class ScheduleRun:
         with torch.no_grad() if self.forward_only else nullcontext():
             for step in program:
                 if isinstance(step, Action):
-                    self.now = self.model.clock()
                     compute[step.kind](*step)
                     self._record(*step)
                 else:
                     self.communicate(step)
+                    self._record("post", *step[0].action[1:])
         self._wait_for_sends(0)
         assert not (self.inbox or self.outbox or self.graphs or self.weight_gradients), "the program left work undone"
         if None in self.losses:
@@ -258,9 +264,9 @@ class ScheduleRun:
             else:
                 key, tensor = arriving.pop(0)
                 self.inbox[key] = tensor, handle
-        # Two batches of sends stay in flight: enough to overlap, and few enough that outputs are freed, not collected.
+        # A few batches stay in flight: enough to overlap, and few enough that outputs are freed, not collected.
         self.sends_in_flight.append(leaving)
-        self._wait_for_sends(2)
+        self._wait_for_sends(4)
 
     def _wait_for_sends(self, batches_left):
         while len(self.sends_in_flight) > batches_left:

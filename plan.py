@@ -3,97 +3,74 @@
     python train.py --config configs/llama_405b_16k.json --dry-run --memory 80GB
     python train.py --config configs/llama_1b_pp4_tp2.json --dry-run distributed.pp_layers=balanced
 
-`Sizes` says what one micro-batch leaves behind in a stage; `memory_of_rank` walks through the very program that a rank
-will run and finds the moment that needs most. Figures are of tp_rank 0, which has the largest share of the vocabulary,
-and count tensors: a process needs more for CUDA's context, NCCL's buffers and what the allocator cannot use again.
+The figures are derived, in `stage_memory.py` and here; benchmarks/memory.py holds them against real runs.
 """
 
 import json
 import re
 from functools import lru_cache
-from itertools import combinations, product
-from typing import NamedTuple
+from itertools import groupby, permutations, product
 
 from config import unmet
 from log import flops_per_token
-from pipeline_parallel import LOGITS_BYTES, distribute_layers
-from schedules import SCHEDULES, Action, chunks_of, find_schedule
+from pipeline_parallel import distribute_layers
+from schedules import SCHEDULES, chunks_of, find_schedule
+from stage_memory import Sizes, Stage, actions_and_sends, rank_memory
 from timetable import make_timetable
 
 GIB = 2**30
-PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "boundary", "temporary")
 
 
 # --- balanced stages --------------------------------------------------------------------------------------------------
 
 
 def balance_layers(num_layers, num_stages, layer_cost=1.0, embedding_cost=0.0, head_cost=0.0, rank_of_stage=None):
-    """Layers of each stage such that the slowest rank is as fast as any split makes it; then the slowest stage.
+    """Layers of each stage that make the slowest rank as fast as any split does; on each rank, the slowest stage.
 
-    The rank comes first because in the steady phase it works without a pause, and then takes the sum of its chunks.
+    Ranks count, not stages: in the steady phase a rank works without a pause, and takes the sum of its chunks. One
+    chunk a rank, unless `rank_of_stage` says otherwise.
     """
     rank_of_stage = rank_of_stage or list(range(num_stages))
-    stage_costs = [0.0] * num_stages
-    stage_costs[0] += embedding_cost
-    stage_costs[-1] += head_cost
-    rank_costs = [0.0] * (max(rank_of_stage) + 1)
-    for rank, cost in zip(rank_of_stage, stage_costs, strict=True):
-        rank_costs[rank] += cost
-    counts = [0] * num_stages
-    # Each layer goes to the rank that has least to do. That is exact: when the slowest rank got its last layer, every
-    # rank's sum was at least the maximum less one layer; so in a split that stays below the maximum no rank has more
-    # layers than it had at that moment, and one layer is left over. Ties: the later rank, it holds fewer micro-batches.
-    for _ in range(num_layers):
-        rank = min(range(len(rank_costs)), key=lambda rank: (rank_costs[rank], -rank))
-        mine = [stage for stage in range(num_stages) if rank_of_stage[stage] == rank]
-        stage = min(mine, key=lambda stage: (stage_costs[stage], -stage))
+    stages_of = {rank: [s for s in range(num_stages) if rank_of_stage[s] == rank] for rank in set(rank_of_stage)}
+    counts = [int(0 < stage < num_stages - 1) for stage in range(num_stages)]  # a stage must have something to do
+    if sum(counts) > num_layers:
+        raise ValueError(
+            f'distributed.pp_layers: "balanced" needs a layer for each of the {num_stages} stages (distributed.pp_size × '
+            f"pp_chunks) but the first and the last; model.num_hidden_layers is {num_layers}"
+        )
+    costs = [count * layer_cost for count in counts]
+    costs[0] += embedding_cost
+    costs[-1] += head_cost
+    # Each further layer goes to the rank that has least to do. That is exact: when the slowest rank got its last one,
+    # every rank's sum was at least the maximum less one layer; so in a split that stays below the maximum no rank has
+    # more layers than then, and one is left over. Ties: the later rank, which holds fewer micro-batches.
+    for _ in range(num_layers - sum(counts)):
+        rank = min(stages_of, key=lambda rank: (sum(costs[stage] for stage in stages_of[rank]), -rank))
+        stage = min(stages_of[rank], key=lambda stage: (costs[stage], -stage))
         counts[stage] += 1
-        stage_costs[stage] += layer_cost
-        rank_costs[rank] += layer_cost
+        costs[stage] += layer_cost
     return counts
 
 
 def head_cost(config):
-    """Time of the output matrix in units of a layer's, by FLOPs. (The embedding is a lookup: 0.)"""
+    """Time of the output matrix in units of a layer's, by FLOPs as `flops_per_token` counts them. (Embedding: 0.)"""
     m, sizes = config.model, Sizes(config)
-    # as in log.flops_per_token: 2 a weight, and 4 · n · d · s for attention
-    matrices = 2 * sizes.full_layer_parameters - 4 * m.hidden_size
-    layer = matrices + 4 * m.num_attention_heads * m.head_dim * config.training.seq_length
-    head = 2 * m.hidden_size * m.vocab_size
-    # Backward is twice the forward; recomputation is a fourth part.
-    return head * (3 + sizes.recomputes_logits) / (layer * (3 + sizes.recomputed))
+    layer = sizes.matrices * config.distributed.tp_size
+    layer += 2 * m.num_attention_heads * m.head_dim * config.training.seq_length
+    # A forward and, twice as long, its backward; recomputation is one more forward.
+    return m.hidden_size * m.vocab_size * (3 + sizes.recomputes_logits) / (layer * (3 + sizes.recomputed_share))
 
 
 def settle_stages(config):
     """Fills in pp_chunks where it is null and pp_layers where it is "balanced". ValueError for what cannot run."""
-    d = config.distributed
+    d, num_layers = config.distributed, config.model.num_hidden_layers
     if d.pp_chunks is None:
         d.pp_chunks = chunks_of(find_schedule(d.pp_engine)) or 2
-    timetable = timetable_of(config)
+    rank_of = timetable_of(config).rank_of
     if d.pp_layers == "balanced":
-        ranks = [timetable.rank_of[stage] for stage in range(timetable.num_stages)]
-        d.pp_layers = balance_layers(
-            config.model.num_hidden_layers, len(ranks), head_cost=head_cost(config), rank_of_stage=ranks
-        )
-    distribute_layers(config.model.num_hidden_layers, timetable.num_stages, d.pp_layers)
-
-
-def work_of_ranks(config):
-    """What each pp rank has to do for a micro-batch, in layers."""
-    timetable, head = timetable_of(config), head_cost(config)
-    counts = [len(layers) for layers in layers_of_stages(config)]
-    counts[-1] += head
-    return [sum(counts[stage] for stage in stages) for stages in timetable.stages]
-
-
-def explain_stages(config):
-    """The reasons for the layer counts, in a line."""
-    work = work_of_ranks(config)
-    counts = " ".join(str(len(layers)) for layers in layers_of_stages(config))
-    return (
-        f"head costs {head_cost(config):.2f} layers, embedding 0: stages {counts}; "
-        f"the slowest rank has {max(work):.2f} layers to do, the mean is {sum(work) / len(work):.2f}"
-    )
+        ranks = [rank_of[stage] for stage in range(len(rank_of))]
+        d.pp_layers = balance_layers(num_layers, len(ranks), head_cost=head_cost(config), rank_of_stage=ranks)
+    layers_of_stages(config)
 
 
 def layers_of_stages(config):
@@ -101,108 +78,220 @@ def layers_of_stages(config):
     return distribute_layers(config.model.num_hidden_layers, d.pp_size * d.pp_chunks, d.pp_layers)
 
 
+def work_of_ranks(config):
+    """What each pp rank has to do for a micro-batch, in layers."""
+    work = [len(layers) for layers in layers_of_stages(config)]
+    work[-1] += head_cost(config)
+    return [sum(work[stage] for stage in stages) for stages in timetable_of(config).stages]
+
+
+def explain_stages(config):
+    """Why the stages are as they are, in a line; 1 × 126 is a run of 126 stages with one layer."""
+    work, counts = work_of_ranks(config), [len(layers) for layers in layers_of_stages(config)]
+    runs = [(count, len(list(run))) for count, run in groupby(counts)]
+    stages = " ".join(
+        f"{count} × {length}" if length > 4 else " ".join([str(count)] * length) for count, length in runs
+    )
+    slowest = f"slowest rank {max(work):.2f} layers, mean {sum(work) / len(work):.2f}"
+    return f"head costs {head_cost(config):.2f} layers, embedding 0: stages {stages}; {slowest}"
+
+
 def timetable_of(config):
-    d = config.distributed
-    recomputed = Sizes(config).recomputed
-    return _timetable(d.pp_engine, d.pp_size, config.training.gradient_accumulation_steps, d.pp_chunks, recomputed)
+    d, num_microbatches = config.distributed, config.training.gradient_accumulation_steps
+    return _timetable(d.pp_engine, d.pp_size, num_microbatches, d.pp_chunks, Sizes(config).recomputed_share)
 
 
 @lru_cache
 def _timetable(pp_engine, pp_size, num_microbatches, num_chunks, recomputed):
-    """At the cost of FLOPs: backward takes two forwards, and one more where it has to recompute."""
+    """In units of a forward: backward takes two, and one more where it recomputes."""
     costs = {"F": 1, "B": 2 + recomputed, "I": 1 + recomputed, "W": 1}
     return make_timetable(pp_engine, pp_size, num_microbatches, num_chunks, costs=costs)
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
+# --- the plan ---------------------------------------------------------------------------------------------------------
 
 
-class Sizes:
-    """Numbers of elements and bytes of one rank's part: parameters, and what a micro-batch leaves for backward."""
-
-    def __init__(self, config):
-        m, t, d = config.model, config.training, config.distributed
-        self.element = {"bfloat16": 2, "float32": 4, "float64": 8}[m.dtype]  # bytes: weights, activations
-        self.wide = max(self.element, 4)  # bytes: gradients in buckets, optimizer, softmax
-        self.every = {"none": 0, "layer": 1}.get(m.recompute, m.recompute)
-        self.recomputed = 1 / self.every if self.every else 0
-        tp = d.tp_size
-        self.hidden, self.mlp, self.vocab = m.hidden_size, m.intermediate_size // tp, -(-m.vocab_size // tp)
-        self.query, self.key_value = m.num_attention_heads * m.head_dim // tp, m.num_key_value_heads * m.head_dim // tp
-        self.heads = m.num_attention_heads // tp
-        self.tokens = t.micro_batch_size * t.seq_length
-        self.own_tokens = self.tokens // tp if d.sequence_parallel else self.tokens  # between the blocks
-        self.boundary = self.element * self.own_tokens * self.hidden
-        # RMSNorm keeps 1/rms and its input; torch computes it in steps on a CPU, and keeps two float32 tensors.
-        norm = 2 * self.wide if d.device == "cpu" else self.element
-        self.norm = self.own_tokens * (norm * self.hidden + self.wide)
-        num_pieces = min(-(-self.tokens * self.vocab * 4 // LOGITS_BYTES), t.seq_length)  # as in PipelineParallel.loss
-        self.recomputes_logits = num_pieces > 1
-        self.piece_tokens = t.micro_batch_size * -(-t.seq_length // num_pieces)
-        biases = m.attention_bias * (self.query + 2 * self.key_value + self.hidden)
-        self.replicated = 2 * self.hidden + m.attention_bias * self.hidden  # of a layer's, whole on every tp rank
-        self.layer_parameters = self.hidden * (2 * self.query + 2 * self.key_value + 3 * self.mlp + 2) + biases
-
-    def layer(self):
-        """Kept by a decoder layer, in the order of model.DecoderLayer.forward."""
-        attention = self.hidden + 2 * self.query + 2 * self.key_value  # norm's output; rotated q, k; v; attention
-        mlp = self.hidden + 4 * self.mlp  # norm's output; gate, silu(gate), up, their product
-        softmax = self.wide * self.tokens * self.heads  # flash attention: a number a row
-        return 2 * self.norm + self.element * self.tokens * (attention + mlp) + softmax
-
-    def layer_after_input_backward(self):
-        """Kept from I to W: input and output gradient of every matrix."""
-        inputs = 2 * self.hidden + self.query + self.mlp
-        gradients = 2 * self.hidden + self.query + 2 * self.key_value + 2 * self.mlp
-        return self.element * self.tokens * (inputs + gradients)
-
-    def weight_gradient(self, elements):
-        """While it is added to its bucket: itself, and in float32."""
-        return elements * (self.element + (self.wide if self.wide > self.element else 0))
+def make_plan(config):
+    """All figures of a settled config; memory and what is sent in bytes."""
+    d, t, m = config.distributed, config.training, config.model
+    timetable, work = timetable_of(config), work_of_ranks(config)
+    whole = Sizes(config.model_copy(update={"distributed": d.model_copy(update={"tp_size": 1})}))
+    num_tables = 1 if m.tie_word_embeddings else 2
+    num_parameters = m.num_hidden_layers * whole.layer_parameters + num_tables * whole.table + m.hidden_size
+    ranks = [plan_rank(config, rank) for rank in range(d.pp_size)]
+    imbalance = max(work) * d.pp_size / sum(work)
+    return {
+        "grid": {"tp": d.tp_size, "pp": d.pp_size, "dp": d.dp_size, "ranks": d.tp_size * d.pp_size * d.dp_size},
+        "parameters": num_parameters,
+        "stages": explain_stages(config),
+        "step_in_forwards": timetable.step_time / d.pp_chunks,
+        "bubble": timetable.bubble,
+        # With as many ranks and tokens, step times are to each other as this is.
+        "relative_time": (3 + whole.recomputed_share) * imbalance / (1 - timetable.bubble),
+        "sequences": config.global_batch_size,
+        "tokens": config.tokens_per_step,
+        "flops": flops_per_token(m, num_parameters, t.seq_length) * config.tokens_per_step,
+        "ranks": ranks,
+        "largest": max(rank["total"] for rank in ranks),
+    }
 
 
+def plan_rank(config, rank):
+    d, m, sizes, timetable = config.distributed, config.model, Sizes(config), timetable_of(config)
+    layers, last = layers_of_stages(config), timetable.num_stages - 1
+    has_copy = m.tie_word_embeddings and timetable.rank_of[0] != timetable.rank_of[last]
+    stages = {
+        s: Stage(sizes, layers[s], s == 0, s == last, has_copy or not m.tie_word_embeddings, d.sequence_parallel)
+        for s in timetable.stages[rank]
+    }
+    actions, num_sends = actions_and_sends(timetable)[rank]
+    held, boundary = rank_memory(actions, list(stages.values()), sizes.boundary)
+    parameters, shards = sum(stage.parameters for stage in stages.values()), d.dp_size if d.zero1 else 1
+    memory = {
+        "weights": parameters * sizes.element,
+        "gradients": parameters * sizes.wide,
+        "optimizer": parameters * (2 * sizes.wide + sizes.converted) // shards,  # moments, and masters of bfloat16
+        **held._asdict(),
+        "boundary": boundary,
+    }
+    # Of N bytes a rank of n sends N · (n - 1)/n in an all-gather or a reduce-scatter, and twice that in an all-reduce.
+    tp, dp = 1 - 1 / d.tp_size, 1 - 1 / d.dp_size
+    gathered = sum(stage.gathers * sizes.stream + stage.is_last * sizes.loss_sums for stage in stages.values())
+    replicated = d.sequence_parallel * sum(stage.replicated for stage in stages.values())  # summed over tp
+    copied = has_copy * ((0 in stages) + (last in stages)) * sizes.table
+    sent = {
+        "tp": tp * (config.training.gradient_accumulation_steps * gathered + 2 * replicated * sizes.wide // shards),
+        "pp": num_sends * sizes.boundary + copied * sizes.wide // shards,
+        "dp": dp * parameters * (sizes.wide + sizes.element if d.zero1 else 2 * sizes.wide),
+    }
+    return {
+        "pp_rank": rank,
+        "stages": {s: name_stage(layers[s], s == 0, s == last) for s in stages},
+        "parameters": parameters,
+        "memory": memory,
+        "total": sum(memory.values()),
+        "sent": {axis: round(size) for axis, size in sent.items()},
+    }
 
-class Phase(NamedTuple):
-    """Bytes at some moment of an action, on top of what is held at the start of B, I, W or at the end of F."""
 
-    activations: int = 0
-    logits: int = 0
-    temporary: int = 0
+def name_stage(layers, is_first, is_last):
+    numbers = f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0]) if layers else ""
+    return " ".join(filter(None, ("embedding" * is_first, numbers, "head" * is_last))) or "nothing"
 
 
-class Stage:
-    """What one stage keeps for one micro-batch: `kept` from F on, `left` from I to W, and the `phases` of each kind."""
+# --- layouts that fit -------------------------------------------------------------------------------------------------
 
-    def __init__(self, sizes, layers, is_first, is_last, owns_head):
-        self.sizes, self.is_first, self.is_last = sizes, is_first, is_last
-        self.recomputed = [sizes.every and i % sizes.every == 0 for i in layers]
-        table, stream = sizes.vocab * sizes.hidden, sizes.element * sizes.tokens * sizes.hidden
-        self.parameters = len(layers) * sizes.layer_parameters + is_first * table
-        self.parameters += is_last * (sizes.hidden + owns_head * table)
-        self.replicated = len(layers) * sizes.replicated + is_last * sizes.hidden
-        self.layers_kept = [sizes.boundary if recomputed else sizes.layer for recomputed in self.recomputed]
-        self.head_kept = is_last * (sizes.norm + stream)
-        tokens_kept = 9 * sizes.tokens * (is_first + is_last)  # token numbers and a mask
-        self.kept = Phase(sum(self.layers_kept) + self.head_kept + tokens_kept, is_last * sizes.softmax)
-        self.left = Phase(len(layers) * sizes.layer_left + is_last * stream, is_last * sizes.grad_logits)
-        matrices = [sizes.hidden * sizes.mlp] * bool(layers) + [table] * is_last
-        self.phases = {
-            "F": [Phase(logits=is_last * (sizes.logits_forward - sizes.softmax))],
-            "B": list(self._backward(sizes.weight_gradient)),
-            "I": list(self._backward(lambda elements: 0)),
-            "W": [Phase(temporary=sizes.weight_gradient(max(matrices, default=0)))],
-        }
 
-    def _backward(self, weight_gradient):
-        """From the loss to the input; what is behind has been freed."""
-        sizes = self.sizes
-        table, stream = sizes.vocab * sizes.hidden, sizes.element * sizes.tokens * sizes.hidden
-        if self.is_last:
-            if sizes.recomputes_logits:
-                yield Phase(logits=sizes.logits_forward)
-            yield Phase(logits=sizes.logits_backward, temporary=stream + weight_gradient(table))
-        freed = self.head_kept
-        for kept in reversed(self.layers_kept):
-            again = sizes.layer - kept  # recomputed
-            gradients = 2 * stream + sizes.mlp_gradients
-            ...
+def neighbours(config, memory):
+    """Plans of layouts one or two changes away that fit in `memory`, best first: as many ranks, the same batch."""
+    d, m = config.distributed, config.model
+    grids = [
+        {larger: 2 * getattr(d, larger), smaller: getattr(d, smaller) // 2}
+        for larger, smaller in permutations(("tp_size", "pp_size", "dp_size"), 2)
+        if getattr(d, smaller) % 2 == 0
+    ]
+    choices = (
+        [{}, *grids],
+        [{}, *({"pp_engine": name} for name in SCHEDULES if name != d.pp_engine)],
+        [{}, {"zero1": not d.zero1}],
+        [{}, {"sequence_parallel": not d.sequence_parallel}],
+        [{}, {"recompute": "layer" if m.recompute == "none" else "none"}],
+    )
+    plans = []
+    for choice in product(*choices):
+        changes = {key: value for change in choice for key, value in change.items()}
+        if 1 <= sum(map(bool, choice)) <= 2 and (other := changed(config, changes)):
+            plans.append({"changes": changes, **make_plan(other)})
+    plans = [plan for plan in plans if plan["largest"] <= memory]
+    plans.sort(key=lambda plan: (plan["relative_time"], len(plan["changes"]), plan["largest"]))
+    # not those with a change too many
+    return [
+        plan
+        for i, plan in enumerate(plans)
+        if not any(better["changes"].items() < plan["changes"].items() for better in plans[:i])
+    ]
+
+
+def changed(config, changes):
+    """`config`, settled, with other values of distributed's or model's keys; None if it cannot run."""
+    d = config.distributed.model_copy(update=changes)
+    m = config.model.model_copy(update={key: value for key, value in changes.items() if key == "recompute"})
+    most_chunks = (m.num_hidden_layers + 2) // d.pp_size  # embedding and head may be stages of their own
+    d.pp_chunks = chunks_of(find_schedule(d.pp_engine)) or max(2, min(d.pp_chunks, most_chunks))
+    d.pp_layers = d.pp_layers and "balanced"
+    batch = config.training.gradient_accumulation_steps * config.distributed.dp_size
+    t = config.training.model_copy(update={"gradient_accumulation_steps": batch // d.dp_size})
+    other = config.model_copy(update={"distributed": d, "model": m, "training": t})
+    if batch % d.dp_size or any(unmet(other, set())):
+        return None
+    try:
+        settle_stages(other)
+    except ValueError:  # more stages than layers
+        return None
+    return other
+
+
+# --- as text ----------------------------------------------------------------------------------------------------------
+
+
+def dry_run(config, memory=None, as_json=False):
+    """What `--dry-run` prints. memory: such as "80GB"; what does not fit gets neighbours that do."""
+    limit = read_size(memory) if memory else None
+    plan = make_plan(config)
+    if limit:
+        plan["memory"], plan["fits"] = limit, plan["largest"] <= limit
+        plan["neighbours"] = [] if plan["fits"] else neighbours(config, limit)
+    return json.dumps(plan, indent=1) if as_json else "\n".join(describe(plan, config))
+
+
+def read_size(text):
+    """ "80GB" and "74.5GiB" in bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GB|GiB)", text)
+    if not match or not float(match[1]):
+        raise ValueError(f"--memory {text}: must be a size such as 80GB (80 · 10^9 bytes) or 74.5GiB")
+    return round(float(match[1]) * {"GB": 10**9, "GiB": GIB}[match[2]])
+
+
+def describe(plan, config):
+    """The plan as lines of text; sizes in GiB."""
+    d, t, ranks = config.distributed, config.training, plan["ranks"]
+    grid = "tp {tp} × pp {pp} × dp {dp} = {ranks:,} ranks".format(**plan["grid"])
+    yield f"grid: {grid} on {'CPUs' if d.device == 'cpu' else 'GPUs'}, {config.model.dtype}"
+    yield f"step: {plan['sequences']:,} sequences = {plan['tokens']:,} tokens, {plan['flops']:.3g} FLOPs"
+    batch = f"{t.gradient_accumulation_steps} micro-batches of {t.micro_batch_size} × {t.seq_length:,} tokens"
+    duration = f"{plan['step_in_forwards']:.2f} forwards of a rank's layers, bubble {plan['bubble']:.1%}"
+    yield f"schedule: {d.pp_engine}, stages a rank: {d.pp_chunks}, {batch}: {duration}"
+    yield plan["stages"]
+    yield f"model: {plan['parameters']:,} parameters"
+    width = max(len(f"{rank['parameters']:,}") for rank in ranks)
+    for rank in ranks:
+        yield f"pp rank {rank['pp_rank']:2}  {rank['parameters']:{width},}  {' | '.join(rank['stages'].values())}"
+    digits = 2 if plan["largest"] > GIB else 4
+    held, sent = [*ranks[0]["memory"], "total"], [*ranks[0]["sent"]]
+    yield f"GiB{'':7}" + "".join(f"  {name}" for name in held) + " |" + "".join(f"  {axis} sent" for axis in sent)
+    for rank in ranks:
+        sizes = {**rank["memory"], "total": rank["total"]}
+        yield (
+            f"pp rank {rank['pp_rank']:2}"
+            + "".join(f"{sizes[name] / GIB:{len(name) + 2}.{digits}f}" for name in held)
+            + " |"
+            + "".join(f"{rank['sent'][axis] / GIB:9.{digits}f}" for axis in sent)
+        )
+    if "memory" in plan:
+        yield from describe_fit(plan)
+    else:
+        yield f"largest: {plan['largest'] / GIB:.{digits}f} GiB of tensors"
+
+
+def describe_fit(plan):
+    need, limit = f"{plan['largest'] / GIB:.2f} GiB of tensors", f"{plan['memory'] / GIB:.2f} GiB (--memory)"
+    if plan["fits"]:
+        yield f"{need} fit in {limit}"
+    elif not plan["neighbours"]:
+        yield f"{need} do not fit in {limit}; nor does any layout that is one or two changes away"
+    else:
+        yield f"{need} do not fit in {limit}; these do, best first (time: a step's FLOPs and bubble, here 1):"
+    for other in plan["neighbours"][:8]:
+        changes = ", ".join(f"{key} {json.dumps(value)}" for key, value in other["changes"].items())
+        time = other["relative_time"] / plan["relative_time"]
+        yield f"  {other['largest'] / GIB:6.2f} GiB  bubble {other['bubble']:5.1%}  time {time:4.2f}  {changes}"

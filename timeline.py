@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
+from schedules import Action
 from timetable import predicted_bubble
 
 KINDS = "FBIW"
@@ -61,7 +62,7 @@ def write_trace(path, model, num_microbatches, zero):
     manager = pgm.process_group_manager
     events = [
         {
-            "name": f"{span.kind}{span.microbatch}" + (f".{span.chunk}" if span.chunk else ""),
+            "name": str(Action(span.kind, span.chunk, span.microbatch)),
             "cat": span.kind,
             "ph": "X",
             "ts": 1e6 * seconds(zero, span.start),

@@ -9,6 +9,7 @@ The whole run from top to bottom: configuration, processes, data, model, paralle
 import argparse
 import math
 import os
+import sys
 import time
 
 import torch
@@ -18,26 +19,33 @@ import process_group_manager as pgm
 from config import check_world_size, load_config, stop
 from data import MicroBatchDataLoader, check_vocabulary, prepare_tokens
 from data_parallel import DataParallelBucket
-from log import Log, check_outputs, count_parameters, flops_per_token, say_model, say_start
+from log import Log, check_outputs, count_parameters, flops_per_token, say, say_model, say_start
 from model import build_on_meta, materialize
-from pipeline_parallel import PipelineParallel, distribute_layers, evaluate, train_step_pipeline
-from schedules import chunks_of, find_schedule
+from pipeline_parallel import PipelineParallel, evaluate, train_step_pipeline
+from plan import dry_run, explain_stages, settle_stages
 from tensor_parallel import apply_tensor_parallel
 from timeline import make_clock, write_trace
-from timetable import make_timetable
+from verify import verify
 
 
 def parse_arguments(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="a JSON file, see configs/")
+    parser.add_argument("--verify", action="store_true", help="no training: check one step against one process")
+    parser.add_argument("--dry-run", action="store_true", help="no training: print what a step takes")
+    parser.add_argument("--memory", metavar="80GB", help="with --dry-run: of each rank; name layouts that fit")
+    parser.add_argument("--json", action="store_true", help="with --dry-run: print it as JSON")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="any key, e.g. training.steps=20")
-    return parser.parse_args(arguments)
+    arguments = parser.parse_args(arguments)
+    if (arguments.memory or arguments.json) and not arguments.dry_run:
+        parser.error("--memory and --json need --dry-run")
+    return arguments
 
 
 def set_up(config):
     """Everything that can find the configuration wrong. Returns (device, training data, validation data or None)."""
     distributed, data = config.distributed, config.dataset
-    settle_layout(config)
+    settle_layout(config, int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None)
     check_outputs(config.logging)
     device = pgm.choose_device(distributed.device)
     tokens = prepare_tokens(data)
@@ -54,16 +62,10 @@ def set_up(config):
     return device, train_data, validation_data
 
 
-def settle_layout(config):
-    """Fills in dp_size and pp_chunks where they are null. ValueError for a grid or a schedule that cannot run."""
-    distributed = config.distributed
-    check_world_size(config, int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None)
-    if distributed.pp_chunks is None:
-        distributed.pp_chunks = chunks_of(find_schedule(distributed.pp_engine)) or 2
-    num_microbatches = config.training.gradient_accumulation_steps
-    make_timetable(distributed.pp_engine, distributed.pp_size, num_microbatches, distributed.pp_chunks)
-    num_stages = distributed.pp_size * distributed.pp_chunks
-    distribute_layers(config.model.num_hidden_layers, num_stages, distributed.pp_layers)
+def settle_layout(config, world_size):
+    """Fills in what the layout leaves open. Raises ValueError for a grid, a schedule or stages that cannot be."""
+    check_world_size(config, world_size)
+    settle_stages(config)
 
 
 def make_loader(config, tokens, device, shuffle):
@@ -109,6 +111,8 @@ def train(config, device, train_data, validation_data):
     model = build_model(config, device)
     num_parameters = count_parameters(model)
     say_model(model, num_parameters)
+    if distributed.pp_size > 1:
+        say(explain_stages(config))
     data_parallel = DataParallelBucket(model, distributed.zero1)
     optimizer = data_parallel.optimizer(
         weight_decay=training.weight_decay,
@@ -157,24 +161,37 @@ def train(config, device, train_data, validation_data):
             metrics["validation_loss"] = evaluate(model, validation_data, *boundary, eval_steps).item()
         log.step(model, metrics)
     log.close()
+    return 0
 
 
 def main(arguments=None):
     arguments = parse_arguments(arguments)
     try:
         config = load_config(arguments.config, arguments.overrides)
+        if arguments.dry_run:
+            grid = config.distributed
+            settle_layout(config, grid.tp_size * grid.pp_size * (grid.dp_size or 1))
+            print(dry_run(config, arguments.memory, arguments.json))
+            return 0
         set_up_run = set_up(config)
     except (ValueError, OSError) as problem:
         stop(problem)
     try:
-        train(config, *set_up_run)
+        if arguments.verify:
+            device, train_data, *_ = set_up_run
+            exit_code = verify(config, build_model(config, device), train_data, device)
+        else:
+            exit_code = train(config, *set_up_run)
     except Exception as error:
         pgm.report_failure(error)
-    dist.destroy_process_group()
+    dist.barrier()  # nobody leaves while others still read from it
+    return exit_code
 
 
 if __name__ == "__main__":
     try:
-        main()
+        exit_code = main()
     except KeyboardInterrupt:  # Ctrl-C reaches every rank: no stack trace from any of them
-        os._exit(130)
+        exit_code = 130
+    sys.stdout.flush()
+    os._exit(exit_code or 0)  # the interpreter's tidy ending can abort over gloo's threads

@@ -187,8 +187,8 @@ def draw_rows(axes, rows, palette, inches):
         many = len(boxes) > 300  # then as pixels: the file would have many megabytes
         axes.broken_barh(spans, (rank - 0.46, 0.92), facecolors=colours, edgecolors="w", linewidth=0.5, rasterized=many)
         for box in boxes:
-            room = (box.end - box.start) * inches / 0.065  # in characters
-            names = [name for name in (str(box), str(box.microbatch)) if len(name) < room]
+            room = (box.end - box.start) * inches / 0.09  # in characters; the ' are narrow
+            names = [name for name in (str(box), str(box.microbatch)) if len(name.rstrip("'")) < room]
             if box.kind in NAMES and names:
                 axes.text((box.start + box.end) / 2, rank, names[0], ha="center", va="center", fontsize=7)
     stages = [sorted({box.stage for box in boxes if box.kind in NAMES}) for boxes in rows]

@@ -443,6 +443,27 @@ def test_refuses_a_checkpoint_of_another_architecture(field, value, theirs, save
         assert kind == "ValueError" and message == f"model.{field} = {value}, but {folder} has {theirs}"
 
 
+def save_with_tokenizer(config, save_dir, tokenizer):
+    set_up({})
+    Run({}, config).save(save_dir, 1, tokenizer=tokenizer)
+
+
+def test_a_checkpoint_brings_its_tokenizer(pool, tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<eos>": 0, "one": 1, "two": 2}, unk_token="<eos>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
+    pool.run(1, save_with_tokenizer, model_config(), tmp_path, tokenizer)
+    folder = tmp_path / "step_00000001"
+    verify_checkpoint(folder)
+    assert "tokenizer.json" in (folder / "SHA256SUMS").read_text()
+    assert AutoTokenizer.from_pretrained(folder)("two one")["input_ids"] == [2, 1]
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((folder / name).read_text())["eos_token_id"] == 0
+
+
 # --- damage ----------------------------------------------------------------------------------------------------------
 
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import MICRO_BATCH_SIZE, SEQ_LENGTH, RandomMicroBatches, tiny_config
 from torch import nn
 
 import data_parallel
 import process_group_manager as pgm
 from data_parallel import DataParallelBucket
+from layouts import MICRO_BATCH_SIZE, SEQ_LENGTH, RandomMicroBatches, tiny_config
 from model import build_on_meta, materialize
 from pipeline_parallel import PipelineParallel, train_step_pipeline
 from tensor_parallel import apply_tensor_parallel
@@ -28,7 +28,7 @@ def train_step(config, model, microbatches, manager):
     return train_step_pipeline(model, data_loader, shapes, torch.device("cpu"), torch.float64)
 
 
-# --- how often and when ------------------------------------------------------------------------------------------------
+# --- how often and when ---
 
 
 def count_reductions(engine, chunks, microbatches):
@@ -66,7 +66,7 @@ def test_every_gradient_is_reduced_once_a_step_and_before_backward_ends(pool, en
         assert all(early == buckets > 3 for early, buckets in later)  # from then on, all have started in backward
 
 
-# --- modules that are not ours ------------------------------------------------------------------------------------------
+# --- modules that are not ours ---
 
 
 class Odd(nn.Module):
@@ -120,7 +120,7 @@ def test_tied_frozen_and_unused_parameters(pool, accumulation):
         assert torch.equal(ours[0][1][name], ours[1][1][name])  # replicas are bit-equal
 
 
-# --- the norm -----------------------------------------------------------------------------------------------------------
+# --- the norm ---
 
 
 def norm_with_large_norm_gradients(tp, pp, dp):
@@ -142,7 +142,7 @@ def test_replicated_parameters_count_once_in_the_norm(pool, layout):
         assert ours == pytest.approx((norm, norm, clipped), rel=1e-12)
 
 
-# --- precision and ZeRO-1 -------------------------------------------------------------------------------------------------
+# --- precision and ZeRO-1 ---
 
 
 def describe_buckets(zero1, dtype):
@@ -158,7 +158,13 @@ def describe_buckets(zero1, dtype):
     state = optimizer.state[matrix.master]
     assert matrix.parameters[0].untyped_storage().data_ptr() == matrix.values.untyped_storage().data_ptr()
     shares_memory = matrix.master.untyped_storage().data_ptr() == matrix.values.untyped_storage().data_ptr()
-    return matrix.values.numel(), state["exp_avg"].numel(), state["exp_avg"].dtype, matrix.gradients.dtype, shares_memory
+    return (
+        matrix.values.numel(),
+        state["exp_avg"].numel(),
+        state["exp_avg"].dtype,
+        matrix.gradients.dtype,
+        shares_memory,
+    )
 
 
 @pytest.mark.parametrize("dp", [1, 2, 4])

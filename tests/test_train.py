@@ -1,0 +1,227 @@
+"""train.py from the outside, under the real torchrun: what a user types, sees and gets."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from config import VALID_KEYS
+
+ROOT = Path(__file__).parent.parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+CONFIG = {
+    "model": {
+        "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 48, "vocab_size": 257, "max_position_embeddings": 32, "dtype": "float64",
+    },
+    "training": {
+        "steps": 3, "seq_length": 32, "micro_batch_size": 2, "gradient_accumulation_steps": 4, "learning_rate": 0.001,
+    },
+    "dataset": {"validation_fraction": 0.2},
+}  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path):
+    """run(processes, *overrides) starts train.py on a small text and returns the finished process."""
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog; " * 200)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    common = ["train.py", "--config", str(config), f"dataset.files={json.dumps([str(text)])}"]
+    common.append(f"dataset.cache_dir={tmp_path / 'cache'}")
+
+    def start(processes, *overrides, launcher=(), **options):
+        launch = (
+            [*TORCHRUN, *(launcher or ["--standalone"]), f"--nproc_per_node={processes}"]
+            if processes
+            else [sys.executable]
+        )
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **options.pop("env", {})}
+        return subprocess.Popen(
+            [*launch, *common, *overrides], cwd=ROOT, env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options,
+        )  # fmt: skip
+
+    def finish(*arguments, **options):
+        process = start(*arguments, **options)
+        process.out, process.err = process.communicate(timeout=100)
+        return process
+
+    finish.start = start
+    return finish
+
+
+def metrics_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_layout_logs_the_same_run(run, tmp_path):
+    evaluate = ("training.eval_frequency=2", "training.eval_steps=1")
+    expected_file, file = tmp_path / "one.jsonl", tmp_path / "four.jsonl"
+    alone = run(0, f"logging.metrics_file={expected_file}", *evaluate)
+    assert alone.returncode == 0, alone.err
+    layout = ("distributed.tp_size=2", "distributed.dp_size=2", "training.gradient_accumulation_steps=2")
+    layout += ("distributed.zero1=true", "distributed.sequence_parallel=true", "model.recompute=layer")
+    process = run(4, f"logging.metrics_file={file}", *layout, *evaluate)
+    assert process.returncode == 0, process.err
+    for ours, expected in zip(metrics_of(file), metrics_of(expected_file), strict=True):
+        assert ours.keys() == expected.keys()
+        for key in expected.keys() & {"loss", "grad_norm", "validation_loss", "learning_rate"}:
+            assert ours[key] == pytest.approx(expected[key], rel=1e-12), key
+        assert (ours["step"], ours["tokens"]) == (expected["step"], expected["tokens"])
+    assert "validation_loss" in expected_file.read_text()
+    assert abs(metrics_of(file)[0]["loss"] - 5.55) < 0.1  # ln(257)
+    # What is the model's and not the rank's is printed once, and the same.
+    parameters = re.search(r"model: ([\d,]+) parameters", alone.out)[1]
+    assert process.out.count(f"model: {parameters} parameters") == 1
+    assert "global batch = 2 × 2 × 2 = 8 sequences = 256 tokens" in process.out
+    assert process.out.count("no GPU found") == 1 and process.out.count("step     3") == 1
+
+
+def test_schedules_and_transfers_and_trace(run, tmp_path):
+    trace = tmp_path / "out" / "trace.json"
+    process = run(2, "distributed.pp_size=2", "distributed.pp_engine=zb_v", f"logging.trace_file={trace}",
+                  "logging.show_transfers=true", "training.steps=2")  # fmt: skip
+    assert process.returncode == 0, process.err
+    # 4 micro-batches over 4 stages: 2 boundaries between ranks, each crossed forward and backward, in 2 steps.
+    assert (
+        len(re.findall(r"^tick \d+ \| [FI]\d'?: stage \d → \d \(rank \d → \d\)$", process.out, re.M)) == 4 * 4 * 2
+    )
+    assert "bubble" in process.out
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert sum(event["cat"] in "FIW" for event in events) == 2 * 2 * 4 * 3
+    ends = {}
+    for event in sorted(events, key=lambda event: (event["pid"], event["ts"])):
+        assert event["ts"] >= ends.get(event["pid"], 0) - 1  # one thing after the other
+        ends[event["pid"]] = event["ts"] + event["dur"]
+
+
+def test_own_schedule_trains_and_a_wrong_one_is_explained_before_processes_meet(run, tmp_path):
+    schedules = tmp_path / "mine.py"
+    schedules.write_text(
+        "from schedules import B, F\n"
+        "def one_by_one(pp_rank, pp_size, num_microbatches):\n"
+        "    return [action(i) for i in range(num_microbatches) for action in (F, B)]\n"
+        "def backward_first(pp_rank, pp_size, num_microbatches):\n"
+        "    return [action(i) for i in range(num_microbatches) for action in (B, F)]\n"
+    )
+    process = run(2, "distributed.pp_size=2", f"distributed.pp_engine={schedules}:one_by_one", "training.steps=1")
+    assert process.returncode == 0, process.err
+    process = run(2, "distributed.pp_size=2", f"distributed.pp_engine={schedules}:backward_first")
+    assert (
+        process.err.count("error:") == 1 and "before its forward" in process.err and "Traceback" not in own(process.err)
+    )
+
+
+def own(text):
+    """What our processes wrote: torchrun's report starts with its log lines."""
+    return re.split(r"^[WE]\d{4} ", text, maxsplit=1, flags=re.M)[0]
+
+
+@pytest.mark.parametrize(
+    "processes, overrides, message",
+    [
+        (0, ["distributed.tp_size=2"], "type: torchrun --nproc_per_node 2 train.py"),
+        (0, ["distributed.device=cuda"], "torch sees no CUDA device here"),
+        (0, ["training.seq_length=31", "dataset.files=[\"{short}\"]"], "the data set has 20 tokens; one sequence needs 32"),
+        (0, ["logging.metrics_file=/proc/none/metrics.jsonl"], "/proc/none"),
+        (0, ["distributed.pp_engine=gpipe"], "'gpipe'"),
+        (0, ["distributed.pp_engine=zb_v", "distributed.pp_chunks=3"], "use 2"),
+        (0, ["model.vocab_size=100"], "model.vocab_size must be at least"),
+        (3, ["distributed.pp_size=2"], "world size 3 != tp 1 × pp 2 × dp 1 = 2"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_and_exit_code_2(run, tmp_path, processes, overrides, message):
+    (tmp_path / "short.txt").write_text("twenty characters...")
+    overrides = [text.replace("{short}", str(tmp_path / "short.txt")) for text in overrides]
+    if any("short" in text for text in overrides):
+        overrides.append("dataset.validation_fraction=0")
+    process = run(processes, *overrides)
+    assert process.err.count("error:") == 1 and message in process.err
+    assert "Traceback" not in own(process.err)
+    if not processes:
+        assert process.returncode == 2
+    else:
+        assert "exitcode  : 2" in process.err
+
+
+def test_wandb_offline_writes_and_asks_nothing(run, tmp_path):
+    environment = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
+    process = run(0, "logging.use_wandb=true", "training.steps=1", env=environment, stdin=subprocess.DEVNULL)
+    assert process.returncode == 0, process.err
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_wandb_without_a_login_is_one_error(run, tmp_path):
+    environment = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "WANDB_MODE": "online"}
+    process = run(0, "logging.use_wandb=true", env=environment, stdin=subprocess.DEVNULL)
+    assert process.returncode == 2 and "logging.use_wandb" in process.err
+
+
+def wait_for(process, text, stream):
+    for line in stream:
+        if text in line:
+            return
+    raise AssertionError(f"{text!r} never came; exit code {process.wait()}")
+
+
+def children_of(process):
+    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout
+    return sorted(map(int, found.split()))
+
+
+def test_a_killed_rank_ends_the_run_with_one_message(run):
+    process = run.start(4, "distributed.pp_size=4", "training.steps=100000")
+    wait_for(process, "step     2", process.stdout)
+    victim = children_of(process)[2]
+    os.kill(victim, signal.SIGKILL)
+    killed_at = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0 and time.monotonic() - killed_at < 40
+    assert errors.count("Traceback") <= 1  # torchrun's own
+    assert len(re.findall(r"exitcode  : -9 \(pid: %d\)" % victim, errors)) == 1
+
+
+def test_ctrl_c_ends_every_rank_without_a_trace_from_it(run):
+    process = run.start(2, "distributed.pp_size=2", "training.steps=100000")
+    wait_for(process, "step     2", process.stdout)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert 'train.py", line' not in errors and "KeyboardInterrupt" not in errors
+
+
+def test_ctrl_c_on_one_process_is_exit_code_130(run):
+    process = run.start(0, "training.steps=100000")
+    wait_for(process, "step     2", process.stdout)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in errors
+
+
+def test_two_machines(run):
+    """Two torchruns on this machine, as two machines would start them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    layout = ("distributed.tp_size=2", "distributed.pp_size=2", "training.steps=2")
+    launch = ["--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={port}"]
+    nodes = [run.start(2, *layout, launcher=[*launch, f"--node_rank={node}"]) for node in (0, 1)]
+    (first, errors), (second, _) = [node.communicate(timeout=100) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], errors
+    assert first.count("step     2") == 1 and "step" not in second
+
+
+def test_every_key_has_a_reader():
+    sources = [path.read_text() for path in ROOT.glob("*.py") if path.name not in ("config.py", "architecture.py")]
+    derived = {"model.name", "model.rope_theta", "model.rope_scaling"}  # read by architecture.py into the other keys
+    for key in set(VALID_KEYS) - derived:
+        attribute = re.compile(rf"\.{key.split('.')[1]}\b")
+        assert any(attribute.search(source) for source in sources), f"nothing reads {key}"
