@@ -45,7 +45,7 @@ RENAMED = {  # from our names to Hugging Face's, one replacement after the other
 INDEX = "{}.safetensors.index.json"
 END_OF_TEXT = 256  # of dataset.tokenizer "bytes"
 # Keys of the section `model` that change neither the shape of a tensor nor what is computed with it.
-NOT_ARCHITECTURE = {"name", "initializer_range", "max_position_embeddings"}
+NOT_ARCHITECTURE = {"name", "initializer_range", "max_position_embeddings", "recompute"}
 
 
 def hugging_face_name(name):
@@ -88,7 +88,7 @@ class LocalState:
     """
 
     def __init__(self, model, data_parallel, optimizer):
-        self.parameters, self.pieces = dict(named_parameters(model)), {}
+        manager, self.parameters, self.pieces = pgm.process_group_manager, dict(named_parameters(model)), {}
         names = {parameter: name for name, parameter in self.parameters.items()}
         for bucket in data_parallel.buckets:
             master, state = bucket.master.detach(), optimizer.state[bucket.master]
@@ -96,65 +96,52 @@ class LocalState:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
             flats = {f"optimizer-{key}": flat for key, flat in [("master", master), *state.items()] if key != "step"}
-            length, manager = master.numel(), pgm.process_group_manager
             mine, num_slices = (manager.dp_rank, manager.dp_size) if bucket.zero1 else (0, 1)
             for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
+                name, size, length = names[parameter], parameter.numel(), master.numel()
                 # cuts[r]: how many elements of the parameter lie before slice r of the bucket
-                cuts = [min(max(r * length - offset, 0), parameter.numel()) for r in range(num_slices + 1)]
+                cuts = [min(max(r * length - offset, 0), size) for r in range(num_slices + 1)]
                 places = [slice(*ends) for ends in itertools.pairwise(cuts)]
                 first = max(offset - mine * length, 0)
                 for family, flat in flats.items():
-                    piece = flat[first : first + cuts[mine + 1] - cuts[mine]]
-                    self.pieces[family, names[parameter]] = piece, places, places[mine]
+                    self.pieces[family, name] = flat[first : first + cuts[mine + 1] - cuts[mine]], places, places[mine]
+                self.pieces["model", name] = parameter.detach().view(-1), [slice(0, size)], slice(0, size)
 
     def gather(self, family, name, dp_rank, tp_rank):
         """The whole tensor, in the memory of the rank of this stage with these coordinates; None on the others."""
         manager, parameter = pgm.process_group_manager, self.parameters[name]
-        part, shard = parameter.detach(), getattr(parameter, "shard", None)
-        if family != "model":
-            piece, places, _ = self.pieces[family, name]
-            part = put_together(piece, places, [parameter.numel()], dp_rank, manager.dp_ranks, manager.dp_group)
+        piece, places, _ = self.pieces[family, name]
+        part = put_together(piece, places, [parameter.numel()], dp_rank, manager.dp_ranks, manager.dp_group)
         if manager.dp_rank != dp_rank:
             return None
-        part = part.view(parameter.shape)
+        part, shard = part.view(parameter.shape), getattr(parameter, "shard", None)
         if shard is not None:
             places = [place_of(shard, rank) for rank in range(manager.tp_size)]
             part = put_together(part, places, shard.full_shape, tp_rank, manager.tp_ranks, manager.tp_group)
         return part.cpu() if manager.tp_rank == tp_rank else None
 
-    def load(self, family, name, part):
-        """`part`: this rank's tp shard of the tensor."""
-        if family == "model":
-            self.parameters[name].detach().copy_(part)
-        else:
-            piece, _, place = self.pieces[family, name]
-            piece.copy_(part.flatten()[place])
-
 
 def place_of(shard, tp_rank):
     """Where in the full tensor tp rank `tp_rank` has its part, as an index."""
-    part = shard_range(shard.full_shape[shard.dim], tp_rank, pgm.process_group_manager.tp_size)
-    return (slice(None),) * shard.dim + (slice(*part),)
+    ends = shard_range(shard.full_shape[shard.dim], tp_rank, pgm.process_group_manager.tp_size)
+    return (slice(None),) * shard.dim + (slice(*ends),)
 
 
 def put_together(piece, places, shape, target, ranks, group):
     """The tensor that has the piece of the r-th of `ranks` at places[r], on the `target`-th of them; else None."""
     if len(places) == 1:
         return piece
+    whole, parts, operation = None, {target: piece}, dist.isend
     if group.rank() == target:
-        whole = piece.new_empty(shape)
-        # Rows are received where they belong. Columns are no contiguous memory: they come in a copy.
-        parts = [
-            piece if rank == ranks[target] else whole[at].contiguous() for rank, at in zip(ranks, places, strict=True)
-        ]
-        transfers = [(dist.irecv, part, rank) for part, rank in zip(parts, ranks, strict=True) if part is not piece]
-    else:
-        whole, parts, transfers = None, [], [(dist.isend, piece, ranks[target])]
-    transfers = [transfer for transfer in transfers if transfer[1].numel() > 0]
+        whole, operation = piece.new_empty(shape), dist.irecv
+        whole[places[target]] = piece
+        # Rows are received where they belong. Columns are no contiguous memory and come in a copy.
+        parts = {rank: whole[place].contiguous() for rank, place in enumerate(places) if rank != target}
+    transfers = [(operation, part, ranks[rank]) for rank, part in parts.items() if part.numel() > 0]
     for handle in pipeline_communicate(transfers, group) if transfers else []:
         handle.wait()
-    for place, part in zip(places, parts, strict=False):
-        whole[place] = part
+    for rank, part in parts.items() if whole is not None else ():
+        whole[places[rank]] = part
     return whole
 
 
@@ -210,7 +197,7 @@ def write_descriptions(folder, shards, config, trainer_state, tokenizer):
     if tokenizer is not None:
         tokens = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
         tokenizer.save_pretrained(folder)
-    model_fields = ONLY_VALUE | config.model_dump(exclude={"name"}) | tokens
+    model_fields = ONLY_VALUE | config.model_dump(exclude={"name", "recompute"}) | tokens
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     descriptions = {
         "config.json": {"architectures": ["LlamaForCausalLM"], **model_fields},
@@ -283,7 +270,8 @@ def load_family(folder, family, shards, local):
                 if files[hugging_face_name(name)] == path:
                     shard = getattr(parameter, "shard", None)
                     place = ... if shard is None else place_of(shard, pgm.process_group_manager.tp_rank)
-                    local.load(family, name, file.get_slice(hugging_face_name(name))[place])
+                    piece, _, place_in_part = local.pieces[family, name]
+                    piece.copy_(file.get_slice(hugging_face_name(name))[place].flatten()[place_in_part])
 
 
 def find_tensors(folder, family, shards):

@@ -127,6 +127,7 @@ class TrainingConfig(Section):
     adam_eps: PositiveFloat = 1e-8
     grad_clip: PositiveFloat | None = 1.0  # largest global gradient norm; null = no clipping
     eval_frequency: NonNegativeInt = 0  # steps from one evaluation to the next; 0 = none
+    max_bad_steps: PositiveInt = 3  # steps in a row whose loss or gradient norm is not finite, before the run ends
     eval_steps: PositiveInt = 10  # global batches of an evaluation, fewer where the validation data has fewer
 
 
@@ -161,12 +162,21 @@ class LoggingConfig(Section):
     trace_step: PositiveInt = 2  # the step (from 1) that is traced; the first one warms up
 
 
+class CheckpointConfig(Section):
+    save_dir: Text | None = None  # folder of the checkpoints; null = none
+    save_frequency: NonNegativeInt = 0  # steps from one checkpoint to the next; 0 = only at the end
+    keep: PositiveInt | None = None  # the newest so many are kept; null = all
+    resume: Text = "auto"  # auto = the newest whole one in save_dir; none; or the path of one
+    init_from: Text | None = None  # weights to start from: a Hugging Face Llama, hub name or folder
+
+
 class Config(Section):
     distributed: DistributedConfig = Field(default_factory=DistributedConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     dataset: DatasetConfig = Field(default_factory=DatasetConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
 
     @property
     def global_batch_size(self) -> int:
@@ -200,7 +210,7 @@ def requirements(config: Config) -> Iterator[tuple[bool, str]]:
     yield not unused, f"model.rope_parameters: rope_type {rope['rope_type']} does not use {unused}"
     ordered = rope.get("low_freq_factor", 0) < rope.get("high_freq_factor", math.inf)
     yield ordered, "model.rope_parameters: low_freq_factor must be below high_freq_factor"
-    if isinstance(d.pp_layers, list):  # one for each stage: `distribute_layers` says, when the number of chunks is known
+    if isinstance(d.pp_layers, list):  # how many, `distribute_layers` says, when the number of chunks is known
         total = sum(d.pp_layers)
         yield total == m.num_hidden_layers, "distributed.pp_layers: must add up to model.num_hidden_layers"
     else:

@@ -185,6 +185,18 @@ class DataParallelBucket(nn.Module):
                 bucket.master.grad.mul_(scale)
         return norm
 
+    def where_not_finite(self):
+        """In words, for every rank: which ranks have a gradient that is not finite, and the first one's name."""
+        found = None
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is not None and not parameter.grad.isfinite().all():
+                found = name
+                break
+        of_all_ranks = [None] * pgm.process_group_manager.world_size
+        dist.all_gather_object(of_all_ranks, found)
+        places = [f"rank {rank}: gradient of {name}" for rank, name in enumerate(of_all_ranks) if name]
+        return "not finite on " + ", ".join(places) if places else "all gradients are finite"
+
 
 def _split(parameters, max_elements):
     """Consecutive runs of parameters with at most `max_elements` together (or one larger parameter alone)."""

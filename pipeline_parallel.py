@@ -49,8 +49,8 @@ def distribute_layers(num_layers, num_stages, layers_per_stage=None):
         )
     if 0 in layers_per_stage[1:-1]:
         raise ValueError(
-            f"distributed.pp_layers: {layers_per_stage}: each of the {num_stages} stages (distributed.pp_size × pp_chunks) "
-            f"but the first and the last needs a layer, of the {num_layers} of model.num_hidden_layers"
+            f"distributed.pp_layers: {layers_per_stage}: all {num_stages} stages (pp_size × pp_chunks) but "
+            f"the first and the last need a layer, of the {num_layers} of model.num_hidden_layers"
         )
     starts = [sum(layers_per_stage[:stage]) for stage in range(num_stages)]
     return [range(start, start + count) for start, count in zip(starts, layers_per_stage, strict=True)]

@@ -35,8 +35,8 @@ def balance_layers(num_layers, num_stages, layer_cost=1.0, embedding_cost=0.0, h
     counts = [int(0 < stage < num_stages - 1) for stage in range(num_stages)]  # a stage must have something to do
     if sum(counts) > num_layers:
         raise ValueError(
-            f'distributed.pp_layers: "balanced" needs a layer for each of the {num_stages} stages (distributed.pp_size × '
-            f"pp_chunks) but the first and the last; model.num_hidden_layers is {num_layers}"
+            f'distributed.pp_layers: "balanced" needs a layer for each of the {num_stages} stages (distributed.pp_size '
+            f"× pp_chunks) but the first and the last; model.num_hidden_layers is {num_layers}"
         )
     costs = [count * layer_cost for count in counts]
     costs[0] += embedding_cost
@@ -97,15 +97,12 @@ def explain_stages(config):
 
 
 def timetable_of(config):
-    d, num_microbatches = config.distributed, config.training.gradient_accumulation_steps
-    return _timetable(d.pp_engine, d.pp_size, num_microbatches, d.pp_chunks, Sizes(config).recomputed_share)
+    """The timetable that the run takes its program from."""
+    d = config.distributed
+    return _timetable(d.pp_engine, d.pp_size, config.training.gradient_accumulation_steps, d.pp_chunks)
 
 
-@lru_cache
-def _timetable(pp_engine, pp_size, num_microbatches, num_chunks, recomputed):
-    """In units of a forward: backward takes two, and one more where it recomputes."""
-    costs = {"F": 1, "B": 2 + recomputed, "I": 1 + recomputed, "W": 1}
-    return make_timetable(pp_engine, pp_size, num_microbatches, num_chunks, costs=costs)
+_timetable = lru_cache(make_timetable)
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
@@ -114,7 +111,9 @@ def _timetable(pp_engine, pp_size, num_microbatches, num_chunks, recomputed):
 def make_plan(config):
     """All figures of a settled config; memory and what is sent in bytes."""
     d, t, m = config.distributed, config.training, config.model
-    timetable, work = timetable_of(config), work_of_ranks(config)
+    work, recomputed = work_of_ranks(config), Sizes(config).recomputed_share
+    # In units of a forward: backward takes two, and one more where it recomputes.
+    timetable = timetable_of(config).with_costs({"F": 1, "B": 2 + recomputed, "I": 1 + recomputed, "W": 1})
     whole = Sizes(config.model_copy(update={"distributed": d.model_copy(update={"tp_size": 1})}))
     num_tables = 1 if m.tie_word_embeddings else 2
     num_parameters = m.num_hidden_layers * whole.layer_parameters + num_tables * whole.table + m.hidden_size
@@ -127,7 +126,7 @@ def make_plan(config):
         "step_in_forwards": timetable.step_time / d.pp_chunks,
         "bubble": timetable.bubble,
         # With as many ranks and tokens, step times are to each other as this is.
-        "relative_time": (3 + whole.recomputed_share) * imbalance / (1 - timetable.bubble),
+        "relative_time": (3 + recomputed) * imbalance / (1 - timetable.bubble),
         "sequences": config.global_batch_size,
         "tokens": config.tokens_per_step,
         "flops": flops_per_token(m, num_parameters, t.seq_length) * config.tokens_per_step,
@@ -184,7 +183,7 @@ def name_stage(layers, is_first, is_last):
 
 def neighbours(config, memory):
     """Plans of layouts one or two changes away that fit in `memory`, best first: as many ranks, the same batch."""
-    d, m = config.distributed, config.model
+    d = config.distributed
     grids = [
         {larger: 2 * getattr(d, larger), smaller: getattr(d, smaller) // 2}
         for larger, smaller in permutations(("tp_size", "pp_size", "dp_size"), 2)
@@ -195,40 +194,44 @@ def neighbours(config, memory):
         [{}, *({"pp_engine": name} for name in SCHEDULES if name != d.pp_engine)],
         [{}, {"zero1": not d.zero1}],
         [{}, {"sequence_parallel": not d.sequence_parallel}],
-        [{}, {"recompute": "layer" if m.recompute == "none" else "none"}],
+        [{}, {"recompute": "layer" if config.model.recompute == "none" else "none"}],
     )
-    plans = []
+    fitting = []
     for choice in product(*choices):
-        changes = {key: value for change in choice for key, value in change.items()}
-        if 1 <= sum(map(bool, choice)) <= 2 and (other := changed(config, changes)):
-            plans.append({"changes": changes, **make_plan(other)})
-    plans = [plan for plan in plans if plan["largest"] <= memory]
-    plans.sort(key=lambda plan: (plan["relative_time"], len(plan["changes"]), plan["largest"]))
-    # not those with a change too many
-    return [
-        plan
-        for i, plan in enumerate(plans)
-        if not any(better["changes"].items() < plan["changes"].items() for better in plans[:i])
-    ]
+        keys = {key: value for change in choice for key, value in change.items()}
+        if 1 <= sum(map(bool, choice)) <= 2 and (other := changed(config, **keys)):
+            plan = {"changes": differences(config, other), **make_plan(other)}
+            if plan["largest"] <= memory:
+                fitting.append((keys.items(), plan))
+    fitting.sort(key=lambda pair: (pair[1]["relative_time"], len(pair[0]), pair[1]["largest"]))
+    # without those that do as well with a change less
+    return [plan for i, (keys, plan) in enumerate(fitting) if not any(fewer < keys for fewer, _ in fitting[:i])]
 
 
-def changed(config, changes):
-    """`config`, settled, with other values of distributed's or model's keys; None if it cannot run."""
-    d = config.distributed.model_copy(update=changes)
-    m = config.model.model_copy(update={key: value for key, value in changes.items() if key == "recompute"})
+def differences(config, other):
+    """The keys to set for `other`, one of the layouts that `changed` makes."""
+    changes = {}
+    for section in ("distributed", "model", "training"):
+        for key, value in getattr(other, section):
+            if value != getattr(getattr(config, section), key):
+                changes[f"{section}.{key}"] = "balanced" if key == "pp_layers" else value
+    return changes
+
+
+def changed(config, recompute=None, **keys):
+    """`config`, settled, with other keys of `distributed` and `model`; None if it cannot run."""
+    d, m, t = config.distributed.model_copy(update=keys), config.model.model_copy(), config.training.model_copy()
+    m.recompute = recompute or m.recompute
+    t.gradient_accumulation_steps, rest = divmod(t.gradient_accumulation_steps * config.distributed.dp_size, d.dp_size)
     most_chunks = (m.num_hidden_layers + 2) // d.pp_size  # embedding and head may be stages of their own
     d.pp_chunks = chunks_of(find_schedule(d.pp_engine)) or max(2, min(d.pp_chunks, most_chunks))
     d.pp_layers = d.pp_layers and "balanced"
-    batch = config.training.gradient_accumulation_steps * config.distributed.dp_size
-    t = config.training.model_copy(update={"gradient_accumulation_steps": batch // d.dp_size})
     other = config.model_copy(update={"distributed": d, "model": m, "training": t})
-    if batch % d.dp_size or any(unmet(other, set())):
-        return None
     try:
         settle_stages(other)
-    except ValueError:  # more stages than layers
+    except ValueError:
         return None
-    return other
+    return None if rest or any(unmet(other, set())) else other
 
 
 # --- as text ----------------------------------------------------------------------------------------------------------
@@ -245,7 +248,7 @@ def dry_run(config, memory=None, as_json=False):
 
 
 def read_size(text):
-    """ "80GB" and "74.5GiB" in bytes."""
+    """Bytes of a size such as 80GB or 74.5GiB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GB|GiB)", text)
     if not match or not float(match[1]):
         raise ValueError(f"--memory {text}: must be a size such as 80GB (80 · 10^9 bytes) or 74.5GiB")
@@ -258,40 +261,39 @@ def describe(plan, config):
     grid = "tp {tp} × pp {pp} × dp {dp} = {ranks:,} ranks".format(**plan["grid"])
     yield f"grid: {grid} on {'CPUs' if d.device == 'cpu' else 'GPUs'}, {config.model.dtype}"
     yield f"step: {plan['sequences']:,} sequences = {plan['tokens']:,} tokens, {plan['flops']:.3g} FLOPs"
-    batch = f"{t.gradient_accumulation_steps} micro-batches of {t.micro_batch_size} × {t.seq_length:,} tokens"
-    duration = f"{plan['step_in_forwards']:.2f} forwards of a rank's layers, bubble {plan['bubble']:.1%}"
-    yield f"schedule: {d.pp_engine}, stages a rank: {d.pp_chunks}, {batch}: {duration}"
+    yield (
+        f"schedule: {d.pp_engine}, {d.pp_chunks} stage{'s' * (d.pp_chunks > 1)} a rank, "
+        f"{t.gradient_accumulation_steps} micro-batches of {t.micro_batch_size} × {t.seq_length:,} tokens"
+    )
+    yield f"  a step takes {plan['step_in_forwards']:.2f} forwards of a rank's layers, bubble {plan['bubble']:.1%}"
     yield plan["stages"]
     yield f"model: {plan['parameters']:,} parameters"
-    width = max(len(f"{rank['parameters']:,}") for rank in ranks)
     for rank in ranks:
-        yield f"pp rank {rank['pp_rank']:2}  {rank['parameters']:{width},}  {' | '.join(rank['stages'].values())}"
+        yield f"pp rank {rank['pp_rank']:2}  {rank['parameters']:15,}  {' | '.join(rank['stages'].values())}"
     digits = 2 if plan["largest"] > GIB else 4
     held, sent = [*ranks[0]["memory"], "total"], [*ranks[0]["sent"]]
     yield f"GiB{'':7}" + "".join(f"  {name}" for name in held) + " |" + "".join(f"  {axis} sent" for axis in sent)
     for rank in ranks:
         sizes = {**rank["memory"], "total": rank["total"]}
-        yield (
-            f"pp rank {rank['pp_rank']:2}"
-            + "".join(f"{sizes[name] / GIB:{len(name) + 2}.{digits}f}" for name in held)
-            + " |"
-            + "".join(f"{rank['sent'][axis] / GIB:9.{digits}f}" for axis in sent)
+        yield f"pp rank {rank['pp_rank']:2}" + "".join(
+            [f"{sizes[name] / GIB:{len(name) + 2}.{digits}f}" for name in held]
+            + [" |"]
+            + [f"{rank['sent'][axis] / GIB:9.{digits}f}" for axis in sent]
         )
-    if "memory" in plan:
-        yield from describe_fit(plan)
-    else:
-        yield f"largest: {plan['largest'] / GIB:.{digits}f} GiB of tensors"
+    yield from describe_fit(plan)
 
 
 def describe_fit(plan):
-    need, limit = f"{plan['largest'] / GIB:.2f} GiB of tensors", f"{plan['memory'] / GIB:.2f} GiB (--memory)"
-    if plan["fits"]:
+    need, limit = f"{plan['largest'] / GIB:.3f} GiB of tensors", f"{plan.get('memory', 0) / GIB:.2f} GiB (--memory)"
+    if "memory" not in plan:
+        yield f"largest: {need}"
+    elif plan["fits"]:
         yield f"{need} fit in {limit}"
     elif not plan["neighbours"]:
         yield f"{need} do not fit in {limit}; nor does any layout that is one or two changes away"
     else:
         yield f"{need} do not fit in {limit}; these do, best first (time: a step's FLOPs and bubble, here 1):"
-    for other in plan["neighbours"][:8]:
-        changes = ", ".join(f"{key} {json.dumps(value)}" for key, value in other["changes"].items())
+    for other in plan.get("neighbours", [])[:8]:
+        changes = " ".join(f"{key.split('.')[1]}={str(value).lower()}" for key, value in other["changes"].items())
         time = other["relative_time"] / plan["relative_time"]
         yield f"  {other['largest'] / GIB:6.2f} GiB  bubble {other['bubble']:5.1%}  time {time:4.2f}  {changes}"

@@ -44,7 +44,7 @@ class Sizes:
         self.norm = own_tokens * (self.wide + h * (2 * self.wide if d.device == "cpu" else self.element))
         attention = h + (q + 2 * kv) + q  # the norm's output; query and key, rotated, and value; output
         mlp_block = h + 4 * mlp  # the norm's output; gate, silu(gate), up, product
-        row_sums = self.wide * tokens * m.num_attention_heads // d.tp_size  # all that flash attention keeps of softmax
+        row_sums = self.wide * tokens * m.num_attention_heads // d.tp_size  # flash attention keeps no more of softmax
         self.layer = 2 * self.norm + self.element * tokens * (attention + mlp_block) + row_sums
         matrix_inputs, matrix_gradients = 2 * h + q + mlp, 2 * h + q + 2 * kv + 2 * mlp
         self.layer_left = self.element * tokens * (matrix_inputs + matrix_gradients)  # from I to W

@@ -9,6 +9,7 @@ The whole run from top to bottom: configuration, processes, data, model, paralle
 import argparse
 import math
 import os
+import signal
 import sys
 import time
 
@@ -18,13 +19,11 @@ import torch.distributed as dist
 import process_group_manager as pgm
 from config import check_world_size, load_config, stop
 from data import MicroBatchDataLoader, check_vocabulary, prepare_tokens
-from data_parallel import DataParallelBucket
 from log import Log, check_outputs, count_parameters, flops_per_token, say, say_model, say_start
-from model import build_on_meta, materialize
-from pipeline_parallel import PipelineParallel, evaluate, train_step_pipeline
+from pipeline_parallel import evaluate, train_step_pipeline
 from plan import dry_run, explain_stages, settle_stages
-from tensor_parallel import apply_tensor_parallel
-from timeline import make_clock, write_trace
+from run import Run, build_model
+from timeline import write_trace
 from verify import verify
 
 
@@ -84,19 +83,6 @@ def make_loader(config, tokens, device, shuffle):
     )
 
 
-def build_model(config, device):
-    """This rank's stages on `device`, with initial weights that are the same in every layout."""
-    distributed = config.distributed
-    model = build_on_meta(config.model, getattr(torch, config.model.dtype))
-    model = apply_tensor_parallel(model, distributed.sequence_parallel)
-    recompute_every = {"none": 0, "layer": 1}.get(config.model.recompute, config.model.recompute)
-    model = PipelineParallel(
-        model, distributed.pp_engine, distributed.pp_chunks, distributed.pp_layers, recompute_every
-    )
-    model.show_transfers, model.clock = config.logging.show_transfers, make_clock(device)
-    return materialize(model, config.model, config.training.seed, device)
-
-
 def learning_rate(step, training):
     """Of step `step` (0-based): linear warm-up, then half a cosine down to `min_learning_rate` at `steps`."""
     if step < training.warmup_steps:
@@ -106,62 +92,95 @@ def learning_rate(step, training):
     return training.min_learning_rate + cosine * (training.learning_rate - training.min_learning_rate)
 
 
-def train(config, device, train_data, validation_data):
-    training, distributed, dtype = config.training, config.distributed, getattr(torch, config.model.dtype)
-    model = build_model(config, device)
+def train_step(run, tensor_shapes, device, dtype):
+    """One optimizer step. Returns the loss and gradient norm of the global batch; when one is not finite, the weights
+    stay as they are.
+    """
+    run.train_data.step = run.step - run.data_start
+    run.data_parallel.zero_grad()
+    loss = train_step_pipeline(run.model, run.train_data, tensor_shapes, device, dtype)
+    run.data_parallel.finish_grad_sync()
+    grad_norm = run.data_parallel.clip_gradients(run.config.training.grad_clip)
+    loss, grad_norm = torch.stack((loss.double(), grad_norm)).tolist()  # the step's only wait for the device
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        for group in run.optimizer.param_groups:
+            group["lr"] = learning_rate(run.step, run.config.training)
+        run.optimizer.step()
+        run.data_parallel.publish()
+    return loss, grad_norm
+
+
+def train(run, validation_data, device):
+    config, training, distributed, model = run.config, run.config.training, run.config.distributed, run.model
     num_parameters = count_parameters(model)
     say_model(model, num_parameters)
     if distributed.pp_size > 1:
         say(explain_stages(config))
-    data_parallel = DataParallelBucket(model, distributed.zero1)
-    optimizer = data_parallel.optimizer(
-        weight_decay=training.weight_decay,
-        lr=training.learning_rate,
-        betas=(training.adam_beta1, training.adam_beta2),
-        eps=training.adam_eps,
-    )
     local_seq_length = training.seq_length // (distributed.tp_size if distributed.sequence_parallel else 1)
-    boundary = ((training.micro_batch_size, local_seq_length, config.model.hidden_size), device, dtype)
-    num_steps = training.steps
-    if training.max_tokens is not None:
-        num_steps = min(num_steps, training.max_tokens // config.tokens_per_step)
+    tensor_shapes = (training.micro_batch_size, local_seq_length, config.model.hidden_size)
+    boundary = (tensor_shapes, device, getattr(torch, config.model.dtype))
     log = Log(config, device, flops_per_token(config.model, num_parameters, training.seq_length))
+    signals, bad_steps = Signals(), 0
+    if is_finished(run):
+        say(f"step {run.step} of {training.steps} is done: nothing to do")
 
-    for step in range(num_steps):
-        is_traced = config.logging.trace_file is not None and step + 1 == config.logging.trace_step
+    while not is_finished(run) and not signals.received(device):
+        is_traced = config.logging.trace_file is not None and run.step + 1 == config.logging.trace_step
         if is_traced:
             dist.barrier()
         started, zero = time.perf_counter(), model.clock()
-        # -------------------------------------------------------------------------------------------------------------
-        train_data.step = step
-        data_parallel.zero_grad()
-        loss = train_step_pipeline(model, train_data, *boundary)
-        data_parallel.finish_grad_sync()
-        grad_norm = data_parallel.clip_gradients(training.grad_clip)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, training)
-        optimizer.step()
-        data_parallel.publish()
-        # -------------------------------------------------------------------------------------------------------------
-        loss, grad_norm = torch.stack((loss.double(), grad_norm)).tolist()  # the step's only wait for the device
+        loss, grad_norm = train_step(run, *boundary)
         seconds = time.perf_counter() - started
         metrics = {
-            "step": step + 1,
+            "step": run.step + 1,
             "loss": loss,
             "grad_norm": grad_norm,
-            "learning_rate": learning_rate(step, training),
-            "tokens": (step + 1) * config.tokens_per_step,
+            "learning_rate": learning_rate(run.step, training),
+            "tokens": run.tokens + config.tokens_per_step,
             "tokens_per_second": config.tokens_per_step / seconds,
             "step_seconds": seconds,
         }
+        run.step, run.tokens = metrics["step"], metrics["tokens"]
         if is_traced:
             write_trace(config.logging.trace_file, model, training.gradient_accumulation_steps, zero)
-        if training.eval_frequency and (step + 1) % training.eval_frequency == 0:
+        if training.eval_frequency and run.step % training.eval_frequency == 0:
             eval_steps = min(training.eval_steps, validation_data.steps_per_epoch)
             metrics["validation_loss"] = evaluate(model, validation_data, *boundary, eval_steps).item()
         log.step(model, metrics)
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            bad_steps = 0
+            if config.checkpoint.save_frequency and run.step % config.checkpoint.save_frequency == 0:
+                run.save()
+        else:
+            bad_steps += 1
+            say(f"step {run.step} is not applied: {run.data_parallel.where_not_finite()}")
+            if bad_steps == training.max_bad_steps:
+                stop(f"{bad_steps} steps in a row were not finite (training.max_bad_steps)")
+    run.save()
     log.close()
-    return 0
+
+
+def is_finished(run):
+    training = run.config.training
+    out_of_tokens = training.max_tokens is not None and run.tokens + run.config.tokens_per_step > training.max_tokens
+    return run.step >= training.steps or out_of_tokens
+
+
+class Signals:
+    """SIGTERM and SIGUSR1 (Slurm's warnings) end the run after the step at hand, on all ranks after the same one."""
+
+    def __init__(self):
+        self.flag = 0
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._set)
+
+    def _set(self, number, frame):
+        self.flag = 1
+
+    def received(self, device):
+        flag = torch.tensor(self.flag, device=device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
 
 
 def main(arguments=None):
@@ -173,15 +192,18 @@ def main(arguments=None):
             settle_layout(config, grid.tp_size * grid.pp_size * (grid.dp_size or 1))
             print(dry_run(config, arguments.memory, arguments.json))
             return 0
-        set_up_run = set_up(config)
+        device, train_data, validation_data = set_up(config)
+        if not arguments.verify:
+            run = Run(config, device, train_data)
+            run.restore()
     except (ValueError, OSError) as problem:
         stop(problem)
     try:
         if arguments.verify:
-            device, train_data, *_ = set_up_run
             exit_code = verify(config, build_model(config, device), train_data, device)
         else:
-            exit_code = train(config, *set_up_run)
+            train(run, validation_data, device)
+            exit_code = 0
     except Exception as error:
         pgm.report_failure(error)
     dist.barrier()  # nobody leaves while others still read from it
@@ -194,4 +216,4 @@ if __name__ == "__main__":
     except KeyboardInterrupt:  # Ctrl-C reaches every rank: no stack trace from any of them
         exit_code = 130
     sys.stdout.flush()
-    os._exit(exit_code or 0)  # the interpreter's tidy ending can abort over gloo's threads
+    os._exit(exit_code)  # the interpreter's tidy ending can abort over gloo's threads

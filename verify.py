@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import process_group_manager as pgm
 from data_parallel import DataParallelBucket
@@ -30,7 +29,6 @@ from tensor_parallel import Shard
 # which rounds tp's partial sums to 8 bits, shows wrong factors and missing sums, but no small mistakes.
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 0.1}
 SCALARS = ("loss", "gradient norm")  # compared like parameters with one element, but to a hundredth of the tolerance
-SHOWN = 8  # parameters in the table
 UNEQUAL = {  # what it means that ranks along an axis of the grid have different gradients of the same thing
     "dp": "the sum over dp is missing, or not complete",
     "pp": "copies of the tied embedding need the sum of both gradients, over the embedding group",
@@ -62,7 +60,7 @@ class Row(NamedTuple):
     stage: int
     error: float  # max|a − b| / max|b|
     factor: float  # the k that brings k · b closest to a
-    is_multiple: bool  # a is k · b
+    is_multiple: bool  # a is k · b, and k is not 1
     is_right: bool
 
 
@@ -70,7 +68,7 @@ def verify(config, model, data_loader, device):
     """Called on all ranks with the layout's model before its first step. Returns the exit code, 0 or 1, on all."""
     # gloo, as tensors travel to rank 0's main memory; patient, as the others wait while rank 0 computes the reference.
     group = dist.new_group(backend="gloo", timeout=pgm.LATE_START)
-    is_first, exit_code = dist.get_rank() == 0, torch.zeros(1, dtype=torch.int64)
+    is_first = dist.get_rank() == 0
     say(f"verify: a step of {model.pp_engine} on all ranks")
     mine = layout_step(config, model, data_loader, device)
     comparison = Comparison(config, model.layers, reference_step(config, data_loader, device)) if is_first else None
@@ -79,10 +77,9 @@ def verify(config, model, data_loader, device):
         dist.gather_object(mine.get(name), of_rank, group=group)
         if is_first:
             comparison.add(name, {rank: held for rank, held in enumerate(of_rank) if held})
-    if is_first:
-        exit_code[0] = comparison.report()
-    dist.broadcast(exit_code, 0, group=group)
-    return exit_code.item()
+    exit_code = [comparison.report() if is_first else None]
+    dist.broadcast_object_list(exit_code, group=group)
+    return exit_code[0]
 
 
 def layout_step(config, model, data_loader, device):
@@ -116,7 +113,7 @@ def reference_step(config, data_loader, device):
     data = replace(data_loader, dp_rank=0, dp_size=1, gradient_accumulation_steps=num_microbatches)
     model = materialize(build_on_meta(config.model, dtype), config.model, config.training.seed, device)
     if config.model.tie_word_embeddings:  # untied with the same values: so the gradients of the two uses come apart
-        model.final_proj.weight = nn.Parameter(model.embedding.weight.detach().clone())
+        model.final_proj.weight = torch.nn.Parameter(model.embedding.weight.detach().clone())
     weights = dict(model.named_parameters())
     count = sum(weight.numel() for weight in weights.values())
     say(f"verify: the same batch in one process, with the whole model in rank 0's memory ({count:,} parameters)")
@@ -166,7 +163,8 @@ class Comparison:
     """Takes each parameter from all ranks, then says what differs and what that looks like."""
 
     def __init__(self, config, layers, expected):
-        self.config, self.expected, self.tolerance = config, expected, TOLERANCE[config.model.dtype]
+        self.distributed, self.num_microbatches = config.distributed, config.training.gradient_accumulation_steps
+        self.expected, self.dtype, self.tolerance = expected, config.model.dtype, TOLERANCE[config.model.dtype]
         self.stage_of = {f"decoder_layers.{i}": stage for stage, numbers in enumerate(layers) for i in numbers}
         self.stage_of |= {"embedding": 0, "final_norm": len(layers) - 1, "final_proj": len(layers) - 1}
         self.gathered, self.scalars, self.rows = {}, [], []
@@ -176,7 +174,7 @@ class Comparison:
     def add(self, name, of_rank):
         """of_rank: {rank: Held} of parameter `name`."""
         b, weights = self.expected.gradients[name].double().cpu(), self.expected.weights.get(name)
-        a = torch.full_like(b, math.nan)
+        a = self.gathered[name] = torch.full_like(b, math.nan)
         for rank, held in reversed(of_rank.items()):  # where ranks differ, it is the first one's that is compared
             held.place.take(a).copy_(held.gradients)
             if weights is not None and not torch.equal(held.weights, held.place.take(weights).cpu()):
@@ -186,14 +184,12 @@ class Comparison:
         scale, factor = b.abs().max().item() or 1.0, ((a * b).sum() / b.square().sum()).item()
         error, rest = (a - b).abs().max().item() / scale, (a - factor * b).abs().max().item() / scale
         stage = self.stage_of.get(re.match(r"decoder_layers\.\d+|\w+", name)[0])
-        rows.append(Row(name, stage, error, factor, rest <= tolerance * max(1.0, abs(factor)), error <= tolerance))
-        if a.ndim == 1 or name == "embedding.weight":  # what the findings look at again
-            self.gathered[name] = a
+        is_multiple = rest <= tolerance * max(1.0, abs(factor)) and abs(factor - 1) > 0.01
+        rows.append(Row(name, stage, error, factor, is_multiple, error <= tolerance))
 
     def _compare_ranks(self, name, of_rank):
         """Bit for bit, along each axis of the grid: the ranks that hold the same part."""
-        distributed = self.config.distributed
-        grid = pgm.rank_grid(distributed.tp_size, distributed.pp_size, distributed.dp_size)
+        grid = pgm.rank_grid(self.distributed.tp_size, self.distributed.pp_size, self.distributed.dp_size)
         for dimension, axis in enumerate(("dp", "pp", "tp")):
             for line in grid.movedim(dimension, -1).flatten(0, 1).tolist():
                 first_with = {}
@@ -209,12 +205,10 @@ class Comparison:
         for row in self.scalars:
             ours, theirs = self.gathered[row.name].item(), self.expected.gradients[row.name].item()
             print(f"{row.name}: {ours:.12g}, in one process {theirs:.12g}, relative error {row.error:.1e}")
-        print(
-            f"{len(self.rows)} gradients compared; up to {self.tolerance:.0e} is rounding in {self.config.model.dtype}"
-        )
+        print(f"{len(self.rows)} gradients compared; in {self.dtype} errors up to {self.tolerance:.0e} are rounding")
         print(f"{'the worst':50}  stage  rel. error    factor  verdict")
         worst = sorted(self.rows, key=lambda row: -math.inf if math.isnan(row.error) else -row.error)
-        for row in worst[:SHOWN]:
+        for row in worst[:8]:
             verdict = "ok" if row.is_right else "a multiple" if row.is_multiple else "differs"
             print(f"{row.name:50}  {row.stage:5}  {row.error:10.1e}  {row.factor:8.4f}  {verdict}")
         findings = list(self.findings())
@@ -230,30 +224,28 @@ class Comparison:
             ranks = numbered("rank", set().union(*self.odd_weights.values()))
             yield f"other initial weights than in one process, on {ranks}: {listing(self.odd_weights)}"
         for axis, (names, ranks) in self.unequal.items():
-            names = [name for name in names if name not in SCALARS] or names
-            yield f"{axis} ranks differ in {listing(names)} ({listing(ranks)}): {UNEQUAL[axis]}"
+            gradients = [name for name in names if name not in SCALARS]
+            meaning = f": {UNEQUAL[axis]}" if gradients else ""
+            yield f"{axis} ranks differ in {listing(gradients or names)} ({listing(ranks)}){meaning}"
         if broken:
             yield f"NaN, infinity, or a part that no rank holds: {self._these(broken)}"
         if not loss.is_right:
-            known = self._times(loss.factor) if self._causes(loss.factor) else "wrong: look at the forward pass first"
-            yield f"the loss is {known}"
+            is_known = self._causes(loss.factor)
+            yield f"the loss is {self._times(loss.factor) if is_known else 'wrong: look at the forward pass first'}"
         elif wrong or broken:
             yield "the loss is right: look at the backward pass first, and at sums of gradients over ranks"
         elif not norm.is_right:
             yield "every gradient is right, their norm is not: shards and stages add up, replicas and copies count once"
-        by_factor = defaultdict(list)
+        by_factor, others = defaultdict(list), [row for row in wrong if not row.is_multiple]
         for row in wrong:
-            by_factor[self._times(row.factor) if row.is_multiple else "wrong, by no common factor"].append(row)
+            by_factor[self._times(row.factor) if row.is_multiple else "wrong, by no plain factor"].append(row)
         for words, rows in by_factor.items():
             yield f"{self._these(rows)} {'is' if len(rows) == 1 else 'are'} {words}"
         for use, part in self.expected.uses.items():
             if (self.gathered["embedding.weight"] - part.cpu()).abs().max() <= self.tolerance * part.abs().max():
                 yield f"the tied embedding has the gradient of its use as {use} alone: the other use's is missing"
-        yield from self._miscounted_microbatches({row.stage for row in wrong if not row.is_multiple})
-        if (
-            self.config.model.dtype != "float64"
-            and max((row.error for row in wrong), default=math.inf) < 100 * self.tolerance
-        ):
+        yield from self._miscounted_microbatches({row.stage for row in others})
+        if others and self.dtype != "float64" and max(row.error for row in others) < 100 * self.tolerance:
             yield "a difference this small may be rounding: model.dtype=float64 tells"
 
     def _these(self, rows):
@@ -274,11 +266,10 @@ class Comparison:
 
     def _causes(self, factor):
         """The sizes that `factor` is, or one part in."""
-        distributed, num_microbatches = self.config.distributed, self.config.training.gradient_accumulation_steps
-        sizes = {"dp_size": distributed.dp_size, "tp_size": distributed.tp_size}
-        sizes = {"the number of micro-batches": num_microbatches, **sizes}
+        sizes = self.num_microbatches, self.distributed.dp_size, self.distributed.tp_size
+        names = "the number of micro-batches", "dp_size", "tp_size"
         ratio = max(factor, 1 / factor) if factor > 0 else 0
-        return [name for name, size in sizes.items() if size > 1 and math.isclose(ratio, size, rel_tol=0.01)]
+        return [name for name, size in zip(names, sizes, strict=True) if size > 1 and abs(ratio / size - 1) < 0.01]
 
     def _times(self, factor):
         """4.0 -> "4.00× too large: the number of micro-batches"."""
@@ -292,22 +283,19 @@ class Comparison:
 
     def _miscounted_microbatches(self, stages):
         """Least squares over a stage's vectors: how often does each micro-batch count in its gradients?"""
-        found, dp_size = defaultdict(list), self.config.distributed.dp_size
-        for stage in sorted(stages):
-            names = [row.name for row in self.rows if row.stage == stage and math.isfinite(row.error)]
-            names = [name for name in names if name in self.expected.by_microbatch]
-            if names:
-                parts = torch.cat([torch.stack(self.expected.by_microbatch[name], dim=1) for name in names])
-                ours = torch.cat(
-                    [self.gathered[name] for name in names]
-                )  # [elements]; parts: [elements, micro-batches]
-                counts = torch.linalg.lstsq(parts, ours[:, None], driver="gelsd").solution[:, 0]
-                fits = (parts @ counts - ours).norm() <= self.tolerance * ours.norm()
-                if fits and len(ours) >= 2 * len(counts):  # with fewer elements anything fits
-                    found[tuple(round(count, 2) + 0.0 for count in counts.tolist())].append(stage)
+        found, by_microbatch = defaultdict(list), self.expected.by_microbatch
+        vectors = [row for row in self.rows if row.name in by_microbatch and math.isfinite(row.error)]
+        for stage in sorted(stages & {row.stage for row in vectors}):
+            names = [row.name for row in vectors if row.stage == stage]
+            parts = torch.cat([torch.stack(by_microbatch[name], dim=1) for name in names])  # [elements, micro-batches]
+            ours = torch.cat([self.gathered[name] for name in names])
+            counts = torch.linalg.lstsq(parts, ours[:, None], driver="gelsd").solution[:, 0]
+            fits = (parts @ counts - ours).norm() <= self.tolerance * ours.norm()
+            if fits and len(ours) >= 2 * len(counts):  # with fewer elements anything fits
+                found[tuple(round(count, 2) + 0.0 for count in counts.tolist())].append(stage)
         for counts, stages in found.items():
-            for dp_rank in range(dp_size):  # its micro-batch i is number i · dp_size + dp_rank of one process
-                mine = counts[dp_rank::dp_size]
+            for dp_rank in range(self.distributed.dp_size):
+                mine = counts[dp_rank :: self.distributed.dp_size]  # as data.py deals micro-batches out
                 for count in sorted(set(mine) - {1.0}):
                     which = numbered("micro-batch", [i for i, other in enumerate(mine) if other == count])
                     times = f"added {count:g} times" if count else "missing"

@@ -115,6 +115,7 @@ OTHER_VALUES = {
     "training.adam_eps": 1e-5,
     "training.grad_clip": None,
     "training.eval_frequency": 3,
+    "training.max_bad_steps": 1,
     "training.eval_steps": 2,
     "dataset.name": None,
     "dataset.files": ["a.txt", "b.jsonl", "c.parquet"],
@@ -134,6 +135,11 @@ OTHER_VALUES = {
     "logging.show_transfers": True,
     "logging.trace_file": "trace.json",
     "logging.trace_step": 3,
+    "checkpoint.save_dir": "checkpoints",
+    "checkpoint.save_frequency": 5,
+    "checkpoint.keep": 2,
+    "checkpoint.resume": "none",
+    "checkpoint.init_from": "elsewhere",
 }
 
 
