@@ -86,15 +86,17 @@ class ModelConfig(Section):
 
     name: Text | None = None  # hub name, or folder with a config.json: the architecture that the keys below change
     hidden_size: PositiveInt = 4096  # width of the residual stream
-    num_hidden_layers: PositiveInt = 32
-    num_attention_heads: PositiveInt = 32
+    num_hidden_layers: PositiveInt = 32  # decoder layers
+    num_attention_heads: PositiveInt = 32  # query heads
     num_key_value_heads: PositiveInt | None = None  # null = num_attention_heads
     head_dim: PositiveInt | None = None  # width of a head; null = hidden_size / num_attention_heads
     intermediate_size: PositiveInt = 11008  # width of the MLP
-    vocab_size: PositiveInt = 32000
+    vocab_size: PositiveInt = 32000  # rows of the embedding; every token id of the data is below it
     max_position_embeddings: PositiveInt = 2048  # longest sequence, in tokens
-    rms_norm_eps: PositiveFloat = 1e-6
-    rope_parameters: RopeDict = Rope().model_dump(exclude_none=True)  # or rope_theta and rope_scaling: see `lay_over`
+    rms_norm_eps: PositiveFloat = 1e-6  # added to the mean square before its root
+    rope_parameters: RopeDict = Rope().model_dump(
+        exclude_none=True
+    )  # or rope_theta and rope_scaling, as in older files
     tie_word_embeddings: bool = False  # one matrix for embedding and output
     attention_bias: bool = False  # biases in the q, k, v and o projections
     initializer_range: NonNegativeFloat = 0.02  # standard deviation of the initial weights
@@ -121,10 +123,10 @@ class TrainingConfig(Section):
     learning_rate: NonNegativeFloat = 3e-4  # the highest, at the end of the warm-up
     min_learning_rate: NonNegativeFloat = 0.0  # the last, at the end of the cosine
     warmup_steps: NonNegativeInt = 0  # steps of linear rise to learning_rate
-    weight_decay: NonNegativeFloat = 0.1
-    adam_beta1: Beta = 0.9
-    adam_beta2: Beta = 0.95
-    adam_eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.1  # AdamW, of matrices; norm weights and biases have none
+    adam_beta1: Beta = 0.9  # decay of the first moment
+    adam_beta2: Beta = 0.95  # decay of the second moment
+    adam_eps: PositiveFloat = 1e-8  # added to the root of the second moment
     grad_clip: PositiveFloat | None = 1.0  # largest global gradient norm; null = no clipping
     eval_frequency: NonNegativeInt = 0  # steps from one evaluation to the next; 0 = none
     max_bad_steps: PositiveInt = 3  # steps in a row whose loss or gradient norm is not finite, before the run ends
@@ -141,7 +143,7 @@ class DatasetConfig(Section):
     text_column: Text = "text"  # what to read of a row
     tokenizer: Text = "bytes"  # a token a byte and 256 for end of text; or a hub name or folder
     shuffle: bool = True  # another order in each epoch, by seed; false = the order of the text
-    num_proc: PositiveInt = 1  # processes that tokenise
+    num_proc: PositiveInt = 1  # threads of the tokenizers library (bytes needs none)
     cache_dir: Text = "cache"  # folder of the tokenised data
 
     @model_validator(mode="after")
@@ -153,7 +155,7 @@ class DatasetConfig(Section):
 
 class LoggingConfig(Section):
     log_frequency: PositiveInt = 1  # steps from one printed line to the next
-    use_wandb: bool = False
+    use_wandb: bool = False  # log to Weights & Biases, from rank 0
     project_name: Text = "pipeline-pretraining"  # wandb's project
     run_name: Text | None = None  # wandb's name of the run; null = wandb makes one up
     metrics_file: Text | None = None  # JSONL, one object a step; null = none

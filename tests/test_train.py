@@ -129,7 +129,7 @@ def own(text):
     [
         (0, ["distributed.tp_size=2"], "type: torchrun --nproc_per_node 2 train.py"),
         (0, ["distributed.device=cuda"], "torch sees no CUDA device here"),
-        (0, ["training.seq_length=31", "dataset.files=[\"{short}\"]"], "the data set has 20 tokens; one sequence needs 32"),
+        (0, ["dataset.files=[\"{short}\"]"], "the data set has 20 tokens; one sequence needs 33"),
         (0, ["logging.metrics_file=/proc/none/metrics.jsonl"], "/proc/none"),
         (0, ["distributed.pp_engine=gpipe"], "'gpipe'"),
         (0, ["distributed.pp_engine=zb_v", "distributed.pp_chunks=3"], "use 2"),
