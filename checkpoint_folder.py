@@ -106,8 +106,9 @@ def write_folder(final, write_share, write_rest, keep=None):
     temporary = _hidden(final)
     try:
         on_all_ranks(lambda: (_clean_up(final.parent), temporary.mkdir(parents=True)), only=0)
-        sums = on_all_ranks(write_share, temporary)
-        sums = {file: digest for of_rank in sums for file, digest in of_rank.items()}
+        shares = on_all_ranks(write_share, temporary)
+        sums = {file: digest for share in shares for file, digest in share.items()}
+        assert len(sums) == sum(map(len, shares)), "two ranks wrote the same file"
         on_all_ranks(lambda: (write_rest(temporary), _publish(temporary, final, sums, keep)), only=0)
     except (OSError, ValueError):
         if pgm.process_group_manager.global_rank == 0:

@@ -94,9 +94,7 @@ class ModelConfig(Section):
     vocab_size: PositiveInt = 32000  # rows of the embedding; every token id of the data is below it
     max_position_embeddings: PositiveInt = 2048  # longest sequence, in tokens
     rms_norm_eps: PositiveFloat = 1e-6  # added to the mean square before its root
-    rope_parameters: RopeDict = Rope().model_dump(
-        exclude_none=True
-    )  # or rope_theta and rope_scaling, as in older files
+    rope_parameters: RopeDict = Rope().model_dump(exclude_none=True)  # or rope_theta and rope_scaling, the old form
     tie_word_embeddings: bool = False  # one matrix for embedding and output
     attention_bias: bool = False  # biases in the q, k, v and o projections
     initializer_range: NonNegativeFloat = 0.02  # standard deviation of the initial weights
