@@ -68,13 +68,13 @@ def resident(field):
 def measure(path):
     """One rank of a row: bytes of its peak above the baseline; rank 0 prints those of all ranks."""
     config = load_config(path, [])
-    set_up_run = train.set_up(config)
+    device, train_data, _ = train.set_up(config)
     weight = torch.zeros(256, 256, dtype=getattr(torch, config.model.dtype), requires_grad=True)
     torch.autograd.backward(weight @ weight, torch.zeros_like(weight))
     torch.optim.AdamW([weight], fused=True).step()
     baseline = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from now
-    train.train(config, *set_up_run)
+    train.train(train.Run(config, device, train_data), None, device)
     peaks = [None] * dist.get_world_size()
     dist.all_gather_object(peaks, resident("VmHWM") - baseline)
     if dist.get_rank() == 0:
