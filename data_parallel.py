@@ -50,7 +50,7 @@ class Bucket:
     def __init__(self, parameters, kind, zero1):
         manager = pgm.process_group_manager
         self.parameters, self.kind, self.zero1 = parameters, kind, zero1
-        self.group, self.dp_size = manager.dp_group, manager.dp_size
+        self.dp_size = manager.dp_size
         self.offsets, length = [], 0
         for parameter in parameters:
             self.offsets.append(length)
@@ -94,10 +94,11 @@ class Bucket:
 
     def start_grad_sync(self):
         assert self.work is None, "a bucket is reduced once a step"
+        group = pgm.process_group_manager.dp_group
         if self.zero1:
-            self.work = dist.reduce_scatter_single(self.master.grad, self.gradients, group=self.group, async_op=True)
+            self.work = dist.reduce_scatter_single(self.master.grad, self.gradients, group=group, async_op=True)
         else:
-            self.work = dist.all_reduce(self.gradients, group=self.group, async_op=True)
+            self.work = dist.all_reduce(self.gradients, group=group, async_op=True)
 
     def finish_grad_sync(self):
         if self.work is None:
@@ -118,7 +119,7 @@ class Bucket:
         if mine.dtype != self.master.dtype:
             mine.copy_(self.master.detach())
         if self.zero1:
-            dist.all_gather_single(self.values, mine.clone(), group=self.group)
+            dist.all_gather_single(self.values, mine.clone(), group=pgm.process_group_manager.dp_group)
 
 
 class DataParallelBucket(nn.Module):

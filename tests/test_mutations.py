@@ -19,8 +19,8 @@ MUTATIONS = {
         f"{PLAIN}[(1, 1, 2)-1f1b-untied-unclipped]",
     ),
     "no all-reduce over dp": (
-        "data_parallel.py", "self.work = dist.all_reduce(self.gradients, group=self.group, async_op=True)",
-        "self.work = dist.barrier(group=self.group, async_op=True)", f"{PLAIN}[(1, 1, 2)-1f1b-untied-unclipped]",
+        "data_parallel.py", "self.work = dist.all_reduce(self.gradients, group=group, async_op=True)",
+        "self.work = dist.barrier(group=group, async_op=True)", f"{PLAIN}[(1, 1, 2)-1f1b-untied-unclipped]",
     ),
     "no all-reduce in f": (
         "tensor_parallel.py", "dist.all_reduce(grad, group=ctx.group)", "pass",
