@@ -4,9 +4,8 @@ from pathlib import Path
 
 import torch
 
-import process_group_manager as pgm
 from checkpoint import load_checkpoint, load_weights, save_checkpoint
-from checkpoint_folder import find_checkpoint, find_weights, lock_save_dir
+from checkpoint_folder import find_checkpoint, lock_save_dir, on_all_ranks
 from config import stop
 from data import cache_key
 from data_parallel import DataParallelBucket
@@ -45,28 +44,46 @@ class Run:
             eps=training.adam_eps,
         )
         self.step, self.tokens = 0, 0  # so far
-        self.data_start = 0  # the step at which this data set began
-        self.saved_step = None
+        self.sequences = 0  # read so far of this data set, in its order
+        self.saved_step, self.tokenizer = None, None
+        data = config.dataset
+        self.data = {  # what decides which tokens the n-th sequence has
+            "key": cache_key(data),
+            "validation_fraction": data.validation_fraction,
+            "order": [data.shuffle, training.seed, training.seq_length],
+        }
 
     def restore(self):
         """Continues from a checkpoint, or starts from given weights. Raises the same ValueError on all ranks."""
         checkpoint, parts = self.config.checkpoint, (self.model, self.data_parallel, self.optimizer)
         if checkpoint.save_dir:
             self.lock = lock_save_dir(checkpoint.save_dir)
+            on_all_ranks(self._load_tokenizer, only=0)
+            if checkpoint.resume == "none" and any(Path(checkpoint.save_dir).glob("step_*")):
+                raise ValueError(
+                    f"checkpoint.resume: 'none', but {checkpoint.save_dir} has checkpoints; empty it first"
+                )
         path = None
         if checkpoint.save_dir or checkpoint.resume not in ("auto", "none"):
             path = find_checkpoint(checkpoint.resume, checkpoint.save_dir)
         if path:
             state = load_checkpoint(path, *parts)
-            self.step, self.tokens, self.data_start = state["step"], state["tokens"], state["data_start"]
+            self.step, self.tokens, self.sequences = state["step"], state["tokens"], state["sequences"]
             self.saved_step = self.step if path.parent == Path(checkpoint.save_dir or "") else None
             say(f"resumed from {path} at step {self.step}")
-            if state["data"] != self._data():
-                say("warning: the data, its order or the global batch are not the checkpoint's: the data starts anew")
-                self.data_start = self.step
+            if state["data"] != self.data:
+                say("warning: the data set, its tokenizer or its order is not the checkpoint's: it starts anew")
+                self.sequences = 0
         elif checkpoint.init_from:
-            load_weights(find_weights(checkpoint.init_from), *parts)
+            load_weights(checkpoint.init_from, *parts)
             say(f"weights from {checkpoint.init_from}")
+
+    def _load_tokenizer(self):
+        """For its files in the checkpoint: at the start, since that it cannot be had should not come up hours later."""
+        if self.config.dataset.tokenizer != "bytes":
+            from transformers import AutoTokenizer
+
+            self.tokenizer = AutoTokenizer.from_pretrained(self.config.dataset.tokenizer)
 
     def save(self):
         checkpoint = self.config.checkpoint
@@ -75,29 +92,14 @@ class Run:
         state = {
             "step": self.step,
             "tokens": self.tokens,
-            "data": self._data(),
-            "data_start": self.data_start,
-            "config": self.config.model_dump(),
+            "sequences": self.sequences,
+            "data": self.data,
+            "config": self.config.model_dump(exclude={"distributed"}),  # no layout in any file
         }
-        tokenizer = None
-        if self.config.dataset.tokenizer != "bytes" and pgm.process_group_manager.global_rank == 0:
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(self.config.dataset.tokenizer)
         parts = (self.model, self.data_parallel, self.optimizer)
         try:
-            save_checkpoint(checkpoint.save_dir, *parts, state, tokenizer, checkpoint.keep)
+            save_checkpoint(checkpoint.save_dir, *parts, state, self.tokenizer, checkpoint.keep)
         except (ValueError, OSError) as problem:
             stop(problem)
         self.saved_step = self.step
         say(f"saved step {self.step} in {checkpoint.save_dir}")
-
-    def _data(self):
-        """What decides which tokens a step sees."""
-        data, training = self.config.dataset, self.config.training
-        return {
-            "key": cache_key(data),
-            "validation_fraction": data.validation_fraction,
-            "order": [data.shuffle, training.seed],
-            "batch": [self.config.global_batch_size, training.seq_length],
-        }

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
+from checkpoint_folder import find_weights
 from config import check_world_size, load_config, stop
 from data import MicroBatchDataLoader, check_vocabulary, prepare_tokens
 from log import Log, check_outputs, count_parameters, flops_per_token, say, say_model, say_start
@@ -47,6 +48,8 @@ def set_up(config):
     settle_layout(config, int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None)
     check_outputs(config.logging)
     device = pgm.choose_device(distributed.device)
+    if config.checkpoint.init_from:
+        config.checkpoint.init_from = find_weights(config.checkpoint.init_from)
     tokens = prepare_tokens(data)
     validation_tokens = None
     if data.validation_files:
@@ -96,7 +99,7 @@ def train_step(run, tensor_shapes, device, dtype):
     """One optimizer step. Returns the loss and gradient norm of the global batch; when one is not finite, the weights
     stay as they are.
     """
-    run.train_data.step = run.step - run.data_start
+    run.train_data.step = run.sequences // run.config.global_batch_size
     run.data_parallel.zero_grad()
     loss = train_step_pipeline(run.model, run.train_data, tensor_shapes, device, dtype)
     run.data_parallel.finish_grad_sync()
@@ -141,6 +144,7 @@ def train(run, validation_data, device):
             "step_seconds": seconds,
         }
         run.step, run.tokens = metrics["step"], metrics["tokens"]
+        run.sequences += config.global_batch_size
         if is_traced:
             write_trace(config.logging.trace_file, model, training.gradient_accumulation_steps, zero)
         if training.eval_frequency and run.step % training.eval_frequency == 0:
