@@ -11,6 +11,7 @@ import math
 import os
 import re
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -57,7 +58,7 @@ class DistributedConfig(Section):
     zero1: bool = False  # shard the optimizer's state over dp
     sequence_parallel: bool = False  # shard norms and the residual stream along the sequence over tp
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = cuda where there is one
-    timeout_seconds: PositiveFloat = 600.0  # how long a collective waits for a missing rank before the run fails
+    timeout_seconds: Annotated[float, Field(ge=1, le=1e7)] = 600.0  # how long a collective waits for a missing rank
 
 
 class Rope(Section):
@@ -159,7 +160,7 @@ class LoggingConfig(Section):
     metrics_file: Text | None = None  # JSONL, one object a step; null = none
     show_transfers: bool = False  # print every transfer between stages as it is posted
     trace_file: Text | None = None  # Chrome trace of one step on all ranks; null = none
-    trace_step: PositiveInt = 2  # the step (from 1) that is traced; the first one warms up
+    trace_step: PositiveInt = 2  # which step is traced, counted from this run's start; the first one warms up
 
 
 class CheckpointConfig(Section):
@@ -227,6 +228,9 @@ def requirements(config: Config) -> Iterator[tuple[bool, str]]:
     yield t.eval_frequency == 0 or validates, needed
     one = data.validation_fraction == 0 or data.validation_files is None
     yield one, "dataset.validation_fraction, dataset.validation_files: give one of them"
+    saves = config.checkpoint.save_dir is not None
+    yield saves or not config.checkpoint.save_frequency, "checkpoint.save_frequency: needs checkpoint.save_dir"
+    yield saves or not config.checkpoint.keep, "checkpoint.keep: needs checkpoint.save_dir"
     for key in ("files", "validation_files"):
         for file in getattr(data, key) or []:
             known = os.path.splitext(file)[1].lower() in (".txt", ".jsonl", ".parquet")
@@ -328,6 +332,7 @@ def stop(problem: str | Exception, patience: float = 60) -> NoReturn:
     # torchrun ends every process as soon as the first one exits. So the silent ones wait up to `patience` seconds to be
     # ended: if one went first, the message might never come out. One that nobody ends is alone with its problem.
     if os.environ.get("LOCAL_RANK", "0") != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # training may have set it to something gentler
         time.sleep(patience)
     print("error: " + str(problem).replace("\n", "\n       "), file=sys.stderr, flush=True)
     sys.exit(2)

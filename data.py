@@ -87,9 +87,11 @@ def read_jsonl(path: Path, text_column: str):
             if not line.strip():
                 continue
             try:
-                row = dict(json.loads(line.decode()))
+                row = json.loads(line.decode())
+                if not isinstance(row, dict):
+                    raise ValueError(f"it is {line.decode().strip()[:60]}")
                 str(row.get(text_column)).encode()  # half a surrogate pair: JSON can escape it, UTF-8 cannot hold it
-            except (ValueError, TypeError) as error:
+            except ValueError as error:
                 raise ValueError(f"line {number} is not a JSON object: {error}") from None
             yield text_of(row, text_column, f"line {number}")
 
@@ -102,9 +104,9 @@ def read_rows(text_column: str, *args, **kwargs):
 
 
 def read_file(path: Path, text_column: str):
-    if path.suffix == ".parquet":
+    if path.suffix.lower() == ".parquet":
         yield from read_rows(text_column, "parquet", data_files=str(path), split="train")
-    elif path.suffix == ".jsonl":
+    elif path.suffix.lower() == ".jsonl":
         yield from read_jsonl(path, text_column)
     else:
         yield path.read_bytes().decode()  # a UnicodeDecodeError says which byte
@@ -185,7 +187,7 @@ def write_tokens(dataset, path: Path) -> dict:
 
 
 def file_identity(path: Path) -> tuple:
-    if path.suffix not in (".txt", ".jsonl", ".parquet") or not path.is_file():
+    if path.suffix.lower() not in (".txt", ".jsonl", ".parquet") or not path.is_file():
         raise ValueError(f"dataset.files: {str(path)!r} is not an existing .txt, .jsonl or .parquet file")
     return str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns
 
@@ -210,7 +212,7 @@ def read_cache(path: Path) -> TokenFile | None:
     try:
         tokens = TokenFile(path=path, **json.loads(path.with_suffix(".json").read_text()))
         whole = path.stat().st_size == tokens.num_tokens * np.dtype(tokens.dtype).itemsize
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError, TypeError):  # never built, or damaged: built again
         return None
     return tokens if whole else None
 

@@ -17,9 +17,15 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "V
 
 def check_outputs(settings):
     """Before training: can what `logging` asks for be written? Raises ValueError or OSError."""
-    for path in filter(None, (settings.metrics_file, settings.trace_file)):
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        open(path, "a").close()
+    for key in ("metrics_file", "trace_file"):
+        if path := getattr(settings, key):
+            folder = os.path.dirname(path) or "."
+            try:
+                os.makedirs(folder, exist_ok=True)
+            except OSError as problem:
+                raise ValueError(f"logging.{key}: {path}: {problem}") from None
+            if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+                raise ValueError(f"logging.{key}: {path} cannot be written")
     if settings.use_wandb and os.environ.get("RANK", "0") == "0":
         try:
             import wandb

@@ -252,7 +252,8 @@ class ScheduleRun:
                 operations.append((dist.isend, tensor, target))
                 if self.model.show_transfers:
                     stages = f"stage {transfer.source_stage} → {transfer.target_stage}"
-                    print(f"tick {transfer.tick} | {transfer.action}: {stages} (rank {source} → {target})", flush=True)
+                    line = f"tick {transfer.tick} | {transfer.action}: {stages} (rank {source} → {target})\n"
+                    print(line, end="", flush=True)  # in one piece: lines of several ranks do not mix
             else:
                 tensor = torch.empty(self.shape, device=self.device, dtype=self.dtype)
                 operations.append((dist.irecv, tensor, source))

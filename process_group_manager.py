@@ -91,9 +91,9 @@ class ProcessGroupManager:
         self.tp_group, self.tp_ranks = self._new_group(tp_lines)
         self.pp_group, self.pp_ranks = self._new_group(pp_lines)  # pp_ranks[i]: global rank of pp_rank i
         self.dp_group, self.dp_ranks = self._new_group(dp_lines)
-        self.pp_dp_group, self.pp_dp_ranks = self._new_group(pp_dp_planes)
+        self.pp_dp_group, _ = self._new_group(pp_dp_planes)
         # Tied embeddings have a copy at both ends of a pipeline; their gradients are summed over this group.
-        self.embedding_group, self.embedding_ranks = self._new_group(pp_lines[:, [0, -1]] if pp_size > 1 else pp_lines)
+        self.embedding_group, _ = self._new_group(pp_lines[:, [0, -1]] if pp_size > 1 else pp_lines)
 
     def _new_group(self, lines):
         """A group of every row, made on every rank in the same order (else: hang); returns this rank's own."""
@@ -123,6 +123,15 @@ def setup_process_group_manager(tp_size, pp_size, dp_size, device=torch.device("
     return process_group_manager
 
 
+def check_same_everywhere(value, what):
+    """Raises the same ValueError on all ranks unless all of them have the same `value`."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    for rank, other in enumerate(values):
+        if other != values[0]:
+            raise ValueError(f"{what} is not the same on all ranks: rank {rank} has another than rank 0")
+
+
 # --- when a rank fails ------------------------------------------------------------------------------------------------
 
 
@@ -139,8 +148,12 @@ def report_failure(error):
     others time to say more, and then names the ranks that did not even get here.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun wants to end us; it waits 30 s
+    if not dist.is_initialized():
+        raise error
     rank, world_size = dist.get_rank(), dist.get_world_size()
     text = "".join(traceback.format_exception(error))
+    if "allocate memory" in str(error) or isinstance(error, torch.OutOfMemoryError):
+        text = f"out of memory: {str(error).splitlines()[0]} (train.py --dry-run shows what a layout needs)"
     try:
         store.set(f"stopped/{rank}", "")
         if is_echo(error):

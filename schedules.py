@@ -243,7 +243,7 @@ def find_schedule(name):
         raise ValueError(f"distributed.pp_engine: {name!r} is not a schedule; use one of {known}, or file.py:function")
     try:
         module = runpy.run_path(path)
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         raise ValueError(f"distributed.pp_engine: cannot load {name!r}: {_with_line(problem, path)}") from problem
     if not inspect.isfunction(module.get(function_name)):
         raise ValueError(f"distributed.pp_engine: {name!r}: {path} has no function {function_name!r}")
@@ -285,7 +285,7 @@ def action_lists(schedule, pp_size, num_microbatches, num_chunks=1):
         call = f"{schedule.__name__}{(pp_rank, *numbers)}"
         try:
             actions = schedule(pp_rank, *numbers)
-        except Exception as problem:
+        except (Exception, SystemExit) as problem:
             raise ValueError(f"{call} failed: {_with_line(problem, inspect.getsourcefile(schedule))}") from problem
         if not isinstance(actions, list):
             raise ValueError(f"{call} returned {actions!r:.100}; it must return a list of actions")

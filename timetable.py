@@ -60,8 +60,10 @@ class Timetable:
         self.lists, self.costs, self.transfer = lists, costs, transfer
         self.pp_size, self.num_microbatches, self.num_chunks = len(lists), num_microbatches, num_chunks
         self.num_stages = self.pp_size * num_chunks
+        if not callable(placement):
+            raise ScheduleError(f"placement = {placement!r}: must be a function (pp_rank, chunk, pp_size) -> stage")
         self.stages = [[placement(r, c, self.pp_size) for c in range(num_chunks)] for r in range(self.pp_size)]
-        if sorted(chain(*self.stages)) != list(range(self.num_stages)):
+        if set(chain(*self.stages)) != set(range(self.num_stages)):
             raise ScheduleError(f"the placement must give each of {self.num_stages} stages to one rank: {self.stages}")
         self.rank_of = {stage: rank for rank, stages in enumerate(self.stages) for stage in stages}
         for rank in range(self.pp_size):

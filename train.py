@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+import zlib
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from config import check_world_size, load_config, stop
 from data import MicroBatchDataLoader, check_vocabulary, prepare_tokens
 from log import Log, check_outputs, count_parameters, flops_per_token, say, say_model, say_start
 from pipeline_parallel import evaluate, train_step_pipeline
-from plan import dry_run, explain_stages, settle_stages
+from plan import dry_run, explain_stages, settle_stages, timetable_of
 from run import Run, build_model
 from timeline import write_trace
 from verify import verify
@@ -36,7 +37,8 @@ def parse_arguments(arguments):
     parser.add_argument("--memory", metavar="80GB", help="with --dry-run: of each rank; name layouts that fit")
     parser.add_argument("--json", action="store_true", help="with --dry-run: print it as JSON")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="any key, e.g. training.steps=20")
-    arguments = parser.parse_args(arguments)
+    parser.error = stop
+    arguments = parser.parse_intermixed_args(arguments)
     if (arguments.memory or arguments.json) and not arguments.dry_run:
         parser.error("--memory and --json need --dry-run")
     return arguments
@@ -57,9 +59,17 @@ def set_up(config):
     elif data.validation_fraction:
         tokens, validation_tokens = tokens.split(data.validation_fraction)
     train_data = make_loader(config, tokens, device, data.shuffle)
-    validation_data = make_loader(config, validation_tokens, device, False) if validation_tokens else None
+    validation_data = None
+    if validation_tokens:
+        try:
+            validation_data = make_loader(config, validation_tokens, device, False)
+        except ValueError as problem:
+            raise ValueError(f"for validation: {problem}") from None
     pgm.join_processes(device, distributed.timeout_seconds)
     pgm.setup_process_group_manager(distributed.tp_size, distributed.pp_size, distributed.dp_size, device)
+    if ":" in distributed.pp_engine:  # a schedule of the user's own might depend on the process that makes it
+        lists = timetable_of(config).lists
+        pgm.check_same_everywhere(zlib.crc32(repr(lists).encode()), f"the schedule {distributed.pp_engine}")
     say_start(config, device, tokens)
     return device, train_data, validation_data
 
@@ -124,11 +134,13 @@ def train(run, validation_data, device):
     boundary = (tensor_shapes, device, getattr(torch, config.model.dtype))
     log = Log(config, device, flops_per_token(config.model, num_parameters, training.seq_length))
     signals, bad_steps = Signals(), 0
+    traced_step = run.step + config.logging.trace_step if config.logging.trace_file else None
     if is_finished(run):
-        say(f"step {run.step} of {training.steps} is done: nothing to do")
+        limits = f"training.steps {training.steps}, max_tokens {training.max_tokens}"
+        say(f"nothing to do: at step {run.step} with {run.tokens:,} tokens ({limits})")
 
     while not is_finished(run) and not signals.received(device):
-        is_traced = config.logging.trace_file is not None and run.step + 1 == config.logging.trace_step
+        is_traced = run.step + 1 == traced_step
         if is_traced:
             dist.barrier()
         started, zero = time.perf_counter(), model.clock()
@@ -160,6 +172,10 @@ def train(run, validation_data, device):
             say(f"step {run.step} is not applied: {run.data_parallel.where_not_finite()}")
             if bad_steps == training.max_bad_steps:
                 stop(f"{bad_steps} steps in a row were not finite (training.max_bad_steps)")
+    if traced_step and run.step < traced_step:
+        say("warning: the run ended before logging.trace_step: no trace")
+    if bad_steps:
+        stop(f"the last {bad_steps} steps were not finite: not saved")
     run.save()
     log.close()
 
@@ -202,6 +218,8 @@ def main(arguments=None):
             run.restore()
     except (ValueError, OSError) as problem:
         stop(problem)
+    except Exception as error:
+        pgm.report_failure(error)
     try:
         if arguments.verify:
             exit_code = verify(config, build_model(config, device), train_data, device)

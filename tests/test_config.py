@@ -216,7 +216,7 @@ def test_override_value_is_json_or_else_a_string(load):
         ("training.seed=-1", "training.seed = -1: must be greater than or equal to 0"),
         ("distributed.tp_size=0", "distributed.tp_size = 0: must be greater than 0"),
         ("distributed.device=tpu", "distributed.device = \"tpu\": must be 'auto', 'cpu' or 'cuda'"),
-        ("distributed.timeout_seconds=0", "distributed.timeout_seconds = 0: must be greater than 0"),
+        ("distributed.timeout_seconds=0", "distributed.timeout_seconds = 0: must be greater than or equal to 1"),
         ("distributed.pp_layers=3", "distributed.pp_layers = 3: must be a valid list"),
         ("distributed.pp_layers=[33, -1]", "distributed.pp_layers.1 = -1: must be greater than or equal to 0"),
         ("model.dtype=float16", "model.dtype = \"float16\": must be 'float32', 'float64' or 'bfloat16'"),

@@ -47,7 +47,9 @@ def run(tmp_path):
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **options.pop("env", {})}
         return subprocess.Popen(
             [*launch, *common, *overrides], cwd=ROOT, env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
+            **options,
         )  # fmt: skip
 
     def finish(*arguments, **options):
