@@ -67,3 +67,15 @@ def test_schedule_with_tensor_and_data_parallel(pool, layout, engine, chunks, ti
         pool, *layout, config=config, engine=engine, chunks=chunks, microbatches=4 // layout[2], steps=3, clip=0.1
     )
     assert_close(result, train_plainly(config, 4, steps=3, clip=0.1), 1e-12)
+
+
+def test_a_schedule_of_ones_own_is_bit_equal_too(pool, one_process, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from schedules import F, I, W\n"
+        "def late_weights(pp_rank, pp_size, num_microbatches):\n"
+        "    one_by_one = [action(i) for i in range(num_microbatches) for action in (F, I)]\n"
+        "    return one_by_one + [W(i) for i in range(num_microbatches)]\n"
+    )
+    case = dict(engine=f"{path}:late_weights", microbatches=5, dtype=torch.float64)
+    assert_equal(next(run_many(pool, 2, [case])), one_process(5, torch.float64))
