@@ -91,9 +91,9 @@ class ProcessGroupManager:
         self.tp_group, self.tp_ranks = self._new_group(tp_lines)
         self.pp_group, self.pp_ranks = self._new_group(pp_lines)  # pp_ranks[i]: global rank of pp_rank i
         self.dp_group, self.dp_ranks = self._new_group(dp_lines)
-        self.pp_dp_group, _ = self._new_group(pp_dp_planes)
+        self.pp_dp_group, self.pp_dp_ranks = self._new_group(pp_dp_planes)
         # Tied embeddings have a copy at both ends of a pipeline; their gradients are summed over this group.
-        self.embedding_group, _ = self._new_group(pp_lines[:, [0, -1]] if pp_size > 1 else pp_lines)
+        self.embedding_group, self.embedding_ranks = self._new_group(pp_lines[:, [0, -1]] if pp_size > 1 else pp_lines)
 
     def _new_group(self, lines):
         """A group of every row, made on every rank in the same order (else: hang); returns this rank's own."""
