@@ -45,7 +45,8 @@ class LargeMicroBatches:
 
 
 def train_with_large_messages(num_steps):
-    config = tiny_config(hidden_size=512, num_hidden_layers=2, max_position_embeddings=512)
+    heads = dict(num_attention_heads=1, num_key_value_heads=1)  # little arithmetic beside the large messages
+    config = tiny_config(hidden_size=512, num_hidden_layers=2, max_position_embeddings=512, **heads)
     model = build(config)
     return [
         train_step_pipeline(model, LargeMicroBatches(), (8, 512, 512), CPU, torch.float32) for _ in range(num_steps)

@@ -37,6 +37,7 @@ LAYOUTS = {
     "interleaved_pp2": dict(pp=2, engine="interleaved_1f1b", chunks=2),
     "zb_v_pp2": dict(pp=2, engine="zb_v", chunks=2),
 }
+GLOBAL_MICROBATCHES = 2
 LLAMA3 = dict(
     rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=16,
@@ -75,15 +76,15 @@ class Run:
         self.optimizer = self.data_parallel.optimizer(weight_decay=0.1, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
         self.parts = self.model, self.data_parallel, self.optimizer
         manager = pgm.process_group_manager
-        self.data_loader = RandomMicroBatches(config.vocab_size, 4, manager.dp_rank, manager.dp_size)
+        # Every layout sees the same global batch.
+        microbatches = GLOBAL_MICROBATCHES // manager.dp_size
+        self.data_loader = RandomMicroBatches(config.vocab_size, microbatches, manager.dp_rank, manager.dp_size)
 
     def train(self, steps):
         """Losses and norms of these steps."""
         config, result = self.model.config, []
         shapes, dtype = (MICRO_BATCH_SIZE, SEQ_LENGTH, config.hidden_size), getattr(torch, config.dtype)
         for step in steps:
-            # Every layout sees the same global batch.
-            self.data_loader.gradient_accumulation_steps = 4 // pgm.process_group_manager.dp_size
             self.data_loader.step = step
             self.data_parallel.zero_grad()
             loss = train_step_pipeline(self.model, self.data_loader, shapes, torch.device("cpu"), dtype)
@@ -339,8 +340,8 @@ def llama(config, folder, dtype=torch.float64, **options):
     model = LlamaForCausalLM(LlamaConfig(**fields, bos_token_id=None, eos_token_id=None)).to(dtype)
     model.save_pretrained(folder, **options)
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    batches, losses = RandomMicroBatches(config.vocab_size, 4), []
-    for i in range(4):
+    batches, losses = RandomMicroBatches(config.vocab_size, GLOBAL_MICROBATCHES), []
+    for i in range(GLOBAL_MICROBATCHES):
         logits = model(batches[i]["input_ids"]).logits
         losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batches[i]["target_ids"].flatten()))
     return torch.stack(losses).mean().item()

@@ -171,13 +171,13 @@ import torch
 import torch.distributed as dist
 from process_group_manager import choose_device, join_processes
 
-rank, first_is_there = int(os.environ["RANK"]), Path(sys.argv[1])
+rank, first_is_there, first_is_done = int(os.environ["RANK"]), Path(sys.argv[1]), Path(sys.argv[2])
 if rank == 0:
     first_is_there.touch()
 else:
     while not first_is_there.exists():
         time.sleep(0.1)
-    time.sleep(4)
+    time.sleep(3)
 join_processes(choose_device("auto"), timeout_seconds=2)
 total = torch.tensor(rank + 1)
 dist.all_reduce(total)
@@ -187,20 +187,22 @@ if rank == 0:  # alone in the next collective
         dist.all_reduce(torch.zeros(1))
     except RuntimeError as error:
         outcome = "timed out after 2 s" if "2000ms" in str(error) else repr(error)
+    first_is_done.touch()
 else:
-    time.sleep(4)
+    while not first_is_done.exists():
+        time.sleep(0.1)
 print(f"rank {rank} of {dist.get_world_size()}: {dist.get_backend()}, sum {total}, {outcome}\\n", end="", flush=True)
 os._exit(0)  # gloo may abort the process in an ordinary exit after a collective that failed
 """
 
 
 def test_a_rank_may_come_later_than_a_collective_may_take(tmp_path):
-    """Rank 0 waits 4 s for rank 1 to join, and only 2 s for it in a collective."""
+    """Rank 0 waits 3 s for rank 1 to join, and only 2 s for it in a collective."""
     script = tmp_path / "late_rank.py"
     script.write_text(LATE_RANK)
     completed = subprocess.run(
         # --standalone: on a free port; the default one may be taken
-        [*TORCHRUN, "--standalone", "--nproc_per_node", "2", script, tmp_path / "first_is_there"],
+        [*TORCHRUN, "--standalone", "--nproc_per_node", "2", script, tmp_path / "there", tmp_path / "done"],
         env={**os.environ, "PYTHONPATH": str(Path(pgm.__file__).parent), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
