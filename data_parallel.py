@@ -71,7 +71,7 @@ class Bucket:
         self.shard = (
             slice(manager.dp_rank * shard_length, (manager.dp_rank + 1) * shard_length) if zero1 else slice(None)
         )
-        # What the optimizer works on: this rank's slice, in float32 or better (the values themselves where they are that).
+        # What the optimizer works on: this rank's slice, in float32 or better (where the values are that: itself).
         self.master, self.gradient = self.values[self.shard].to(grad_dtype), self.gradients[self.shard]
         self.expected = None  # gradients that arrive here in one step; the first step counts them
         self.arrived, self.work = 0, None

@@ -46,7 +46,7 @@ def _llama3_frequencies(inverse_frequency, rope):
 
 
 class Linear(nn.Linear):
-    """torch's, whose values only `materialize` draws. (On the meta device, torch's own drawing imports its compiler.)"""
+    """torch's, but only `materialize` draws its values: torch's own drawing imports its compiler on the meta device."""
 
     def reset_parameters(self):
         pass

@@ -2,7 +2,6 @@
 
     python benchmarks/compare.py --work W1                    # every contender and every target, about an hour
     python benchmarks/compare.py --work W1 --only pp2 --cycles 24 --sets 2
-    python benchmarks/compare.py --startup                    # from torchrun to the first step, in pairs
 
 Every contender has its own processes, which are started and warmed up together and then take turns: one step of each,
 the order reversed every cycle, the others blocked. A target compares two contenders cycle by cycle; it is reached when
@@ -19,7 +18,6 @@ import sys
 import tempfile
 import time
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 

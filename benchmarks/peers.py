@@ -98,7 +98,9 @@ class PlainLlama(nn.Module):
 
 
 def initialise(model, work):
-    """Our trainer's initial weights, found by the module and the layer that a parameter's name ends in."""
+    """Our trainer's initial weights, found by the end of a parameter's name: the module and the layer."""
+    if not work.same_weights:
+        return model
     from checkpoint import hugging_face_name
     from config import Config
     from model import build_on_meta, initial_value
@@ -267,14 +269,14 @@ def ours(work, rank, **distributed):
 WORKS = {
     "W1": SimpleNamespace(
         hidden_size=512, intermediate_size=1408, layers=8, heads=8, kv_heads=4, vocab_size=4096,
-        seq_length=256, micro_batch_size=2, micro_batches=8,
+        seq_length=256, micro_batch_size=2, micro_batches=8, same_weights=True,
     ),
     "W2": SimpleNamespace(  # communication-heavy: more bytes between stages for each of fewer FLOPs
         hidden_size=1024, intermediate_size=2816, layers=4, heads=8, kv_heads=4, vocab_size=4096,
-        seq_length=128, micro_batch_size=1, micro_batches=16,
+        seq_length=128, micro_batch_size=1, micro_batches=16, same_weights=True,
     ),
     "tiny": SimpleNamespace(  # to try the benchmark itself
         hidden_size=64, intermediate_size=128, layers=4, heads=4, kv_heads=2, vocab_size=256,
-        seq_length=32, micro_batch_size=2, micro_batches=8,
+        seq_length=32, micro_batch_size=2, micro_batches=8, same_weights=True,
     ),
 }  # fmt: skip
