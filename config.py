@@ -24,23 +24,35 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
-    TypeAdapter,
     ValidationError,
     WrapValidator,
     model_validator,
 )
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic_core import PydanticCustomError
 
 from architecture import ONLY_VALUE, lay_over, read_architecture, read_json, show
 
 Text = Annotated[str, Field(min_length=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-BALANCED = TypeAdapter(Literal["balanced"])
-# Not a union: of that, pydantic would tell what is wrong with either form.
+
+
+def told_as(right: str) -> WrapValidator:
+    """Says of any wrong value just what is right: of a union, pydantic would tell what is wrong with each form."""
+
+    def check(value, validate):
+        try:
+            return validate(value)
+        except ValidationError:
+            raise PydanticCustomError("wrong_form", f"must be {right}") from None
+
+    return WrapValidator(check)
+
+
 LayerCounts = Annotated[
-    list[NonNegativeInt],
-    WrapValidator(lambda value, check: BALANCED.validate_python(value) if isinstance(value, str) else check(value)),
+    Literal["balanced"] | list[NonNegativeInt], told_as("'balanced' or a list of layer counts, each at least 0")
 ]
+Recompute = Annotated[Literal["none", "layer"] | PositiveInt, told_as("'none', 'layer' or an integer greater than 0")]
 
 
 class Section(BaseModel):
@@ -100,7 +112,7 @@ class ModelConfig(Section):
     attention_bias: bool = False  # biases in the q, k, v and o projections
     initializer_range: NonNegativeFloat = 0.02  # standard deviation of the initial weights
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"  # of weights and arithmetic
-    recompute: Literal["none", "layer"] | PositiveInt = "none"  # forward again in backward: every layer, or every k-th
+    recompute: Recompute = "none"  # forward again in backward: every layer, or every k-th
 
     @model_validator(mode="after")
     def derive(self):

@@ -4,6 +4,8 @@
 F.cross_entropy, torch's AdamW and clip_grad_norm_, one backward per micro-batch.
 """
 
+import functools
+import math
 from types import SimpleNamespace
 
 import torch
@@ -12,7 +14,7 @@ import torch.distributed as dist
 import pipeline_parallel
 import process_group_manager as pgm
 from data_parallel import DataParallelBucket
-from model import Llama, build_on_meta, materialize, named_parameters
+from model import build_on_meta, materialize, named_parameters
 from pipeline_parallel import PipelineParallel, train_step_pipeline
 from tensor_parallel import apply_tensor_parallel
 
@@ -46,7 +48,8 @@ class RandomMicroBatches:
 
 def train_on_layout(
     tp=1, pp=1, dp=1, *, config, engine="1f1b", chunks=1, microbatches=4, steps=1, clip=None, dtype=torch.float64,
-    pp_layers=None, zero1=False, sequence_parallel=False, bucket_elements=1000, recompute_every=0, logits_bytes=2**28,
+    pp_layers=None, zero1=False, sequence_parallel=False, bucket_elements=1000, recompute_every=0,
+    logits_bytes=pipeline_parallel.LOGITS_BYTES,
 ):  # fmt: skip
     """Trains on this worker's rank of the layout. Returns what `assemble` puts together."""
     manager = pgm.process_group_manager or pgm.setup_process_group_manager(tp, pp, dp)
@@ -104,19 +107,30 @@ def assemble(snapshots):
     return full
 
 
+def train_cases(layout, cases):
+    usual = pipeline_parallel.LOGITS_BYTES
+    results = [train_on_layout(*layout, **case) for case in cases]
+    pipeline_parallel.LOGITS_BYTES = usual
+    return results
+
+
+def run_cases(pool, layout, cases):
+    """`train_on_layout` for each of `cases` (its keyword arguments) on one and the same grid of workers.
+
+    Yields of each: losses, norms, and full tensors `initial`, `gradients`, `final`.
+    """
+    by_rank = pool.run(math.prod(layout), train_cases, layout, cases, timeout=60 + 5 * len(cases))
+    for results in zip(*by_rank, strict=True):
+        for key in ("losses", "norms"):
+            assert all(result[key] == results[0][key] for result in results), f"ranks report different {key}"
+        combined = {key: results[0][key] for key in ("losses", "norms")}
+        for key in ("initial", "gradients", "final"):
+            combined[key] = assemble([result[key] for result in results])
+        yield combined
+
+
 def run(pool, tp=1, pp=1, dp=1, **options):
-    """`train_on_layout` on tp · pp · dp workers: losses, norms, and full tensors `initial`, `gradients`, `final`."""
-    results = pool.run(tp * pp * dp, train_on_layout_with, (tp, pp, dp), options)
-    for key in ("losses", "norms"):
-        assert all(result[key] == results[0][key] for result in results), f"ranks report different {key}"
-    combined = {key: results[0][key] for key in ("losses", "norms")}
-    for key in ("initial", "gradients", "final"):
-        combined[key] = assemble([result[key] for result in results])
-    return combined
-
-
-def train_on_layout_with(layout, options):
-    return train_on_layout(*layout, **options)
+    return next(run_cases(pool, (tp, pp, dp), [options]))
 
 
 def train_plainly(config, microbatches=4, steps=1, clip=None, dtype=torch.float64):
@@ -150,21 +164,29 @@ def train_plainly(config, microbatches=4, steps=1, clip=None, dtype=torch.float6
     return result
 
 
-def assert_close(actual, expected, tolerance):
-    """Losses, norms and every tensor within `tolerance`, relative to the largest value of each."""
+@functools.cache
+def plain(microbatches=4, steps=1, clip=None, **config):
+    """`train_plainly` with these changes of the tiny config, trained once for all tests."""
+    return train_plainly(tiny_config(**config), microbatches, steps, clip)
+
+
+def on_layout(layout, microbatches=4, steps=1, clip=None, **config):
+    """The arguments of `train_on_layout` for what `plain` trains with these: the same global batch."""
+    return dict(config=tiny_config(**config), microbatches=microbatches // layout[2], steps=steps, clip=clip)
+
+
+def assert_close(actual, expected, tolerance, what=""):
+    """Losses, norms and every tensor within `tolerance`, relative to the largest of each; `what` names the run."""
     assert isinstance(expected, dict) and actual.keys() == expected.keys()
     for key, value in expected.items():
         if isinstance(value, dict):
-            assert_close(actual[key], value, tolerance)
+            assert_close(actual[key], value, tolerance, f"{what} {key}")
         else:
             ours, theirs = torch.as_tensor(actual[key]), torch.as_tensor(value)
             difference, largest = (ours - theirs).abs().max(), theirs.abs().max()
-            assert difference <= tolerance * largest, f"{key}: {difference:.2e} off, of {largest:.2e}"
+            assert difference <= tolerance * largest, f"{what} {key}: {difference:.2e} off, of {largest:.2e}"
 
 
-def assert_equal(actual, expected):
+def assert_equal(actual, expected, what=""):
     """The same bits."""
-    assert_close(actual, expected, 0.0)
-
-
-__all__ = ["Llama", "assemble", "assert_close", "assert_equal", "run", "tiny_config", "train_plainly"]
+    assert_close(actual, expected, 0.0, what)

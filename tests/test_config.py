@@ -217,8 +217,10 @@ def test_override_value_is_json_or_else_a_string(load):
         ("distributed.tp_size=0", "distributed.tp_size = 0: must be greater than 0"),
         ("distributed.device=tpu", "distributed.device = \"tpu\": must be 'auto', 'cpu' or 'cuda'"),
         ("distributed.timeout_seconds=0", "distributed.timeout_seconds = 0: must be greater than or equal to 1"),
-        ("distributed.pp_layers=3", "distributed.pp_layers = 3: must be a valid list"),
-        ("distributed.pp_layers=[33, -1]", "distributed.pp_layers.1 = -1: must be greater than or equal to 0"),
+        ("distributed.pp_layers=3", "distributed.pp_layers = 3: must be 'balanced' or a list of layer counts"),
+        ("distributed.pp_layers=even", "distributed.pp_layers = \"even\": must be 'balanced' or a list"),
+        ("distributed.pp_layers=[33, -1]", r"pp_layers = \[33, -1\]: .* list of layer counts, each at least 0$"),
+        ("distributed.pp_layers=[31, null]", r"pp_layers = \[31, null\]: .* list of layer counts, each at least 0$"),
         ("model.dtype=float16", "model.dtype = \"float16\": must be 'float32', 'float64' or 'bfloat16'"),
         ("model.attention_bias=1", "model.attention_bias = 1: must be a valid boolean"),
         ("dataset.num_proc=0", "dataset.num_proc = 0: must be greater than 0"),
@@ -268,6 +270,12 @@ def test_override_value_is_json_or_else_a_string(load):
 def test_one_wrong_value_is_one_line(override, expected, problems):
     (problem,) = problems(override)
     assert re.search(expected, problem), problem
+
+
+@pytest.mark.parametrize("value", ['"7x"', "0", "true", "null", "1.5", "[1]"])
+def test_a_key_of_two_forms_tells_both_in_one_line(problems, value):
+    right = "must be 'none', 'layer' or an integer greater than 0"
+    assert problems(f"model.recompute={value}") == [f"model.recompute = {value}: {right}"]
 
 
 def test_tp_size_that_does_not_divide_names_those_that_do(problems):

@@ -1,102 +1,94 @@
 """Every layout trains like plain PyTorch: losses, gradient norms, gradients and weights after three AdamW steps.
 
-float64, so that 1e-12 tells a different order of summation from a mistake. `layouts.py` holds the runs.
+float64, so that 1e-12 tells a different order of summation from a mistake. `layouts.py` holds the runs. A test takes
+all its cases of one layout to the same processes at once; what fails names its case.
 """
 
 import itertools
 
 import pytest
 
-from layouts import assert_close, assert_equal, run, tiny_config, train_plainly
+from layouts import assert_close, assert_equal, on_layout, plain, run_cases
 
 TOLERANCE = 1e-12
-LAYOUTS = [*itertools.product((1, 2), (1, 2), (1, 2)), (1, 4, 1)]
-GLOBAL_MICROBATCHES = 4
+CUBE = list(itertools.product((1, 2), (1, 2), (1, 2)))  # tp, pp, dp
+PROBLEMS = [
+    dict(tie_word_embeddings=tied, num_key_value_heads=4, steps=3, clip=clip)
+    for tied in (False, True)
+    for clip in (None, 0.1)
+]
 
 
-@pytest.fixture(scope="module")
-def plain():
-    """Plain runs by (tied, clip), each made once."""
-    runs = {}
-
-    def of(tied, clip):
-        if (tied, clip) not in runs:
-            config = tiny_config(tie_word_embeddings=tied, num_key_value_heads=4)
-            runs[tied, clip] = train_plainly(config, GLOBAL_MICROBATCHES, steps=3, clip=clip)
-        return runs[tied, clip]
-
-    return of
+def check(pool, layout, cases):
+    """Cases: (problem, options). The problem is plain PyTorch's as well; options of the layout may change no number."""
+    results = run_cases(pool, layout, [on_layout(layout, **problem) | options for problem, options in cases])
+    for (problem, options), result in zip(cases, results, strict=True):
+        what = f"{layout} {problem} {options}:"
+        expected = plain(**problem)
+        assert_equal(result["initial"], expected["initial"], what)  # invariant 1: layout changes no bit of a weight
+        assert_close(result, expected, TOLERANCE, what)
 
 
-def run_like_plain(pool, layout, tied, clip, **options):
-    config = tiny_config(tie_word_embeddings=tied, num_key_value_heads=4)
-    microbatches = GLOBAL_MICROBATCHES // layout[2]
-    return run(pool, *layout, config=config, microbatches=microbatches, steps=3, clip=clip, **options)
-
-
-@pytest.mark.parametrize("clip", [None, 0.1], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("engine", ["afab", "1f1b"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_layout_trains_like_plain_pytorch(pool, plain, layout, engine, tied, clip):
-    result = run_like_plain(pool, layout, tied, clip, engine=engine)
-    expected = plain(tied, clip)
-    assert_equal(result["initial"], expected["initial"])  # invariant 1: layout changes no bit of a weight
-    assert_close(result, expected, TOLERANCE)
+@pytest.mark.parametrize("layout", [*CUBE, (1, 4, 1)], ids=str)
+def test_layout_trains_like_plain_pytorch(pool, layout):
+    check(pool, layout, [(problem, dict(engine=engine)) for engine in ("afab", "1f1b") for problem in PROBLEMS])
 
 
 @pytest.mark.parametrize("layout", [(4, 1, 1), (1, 1, 4), (2, 4, 1)], ids=str)
-def test_four_ranks_along_any_axis(pool, plain, layout):
-    assert_close(run_like_plain(pool, layout, True, 0.1), plain(True, 0.1), TOLERANCE)
+def test_four_ranks_along_any_axis(pool, layout):
+    check(pool, layout, [(PROBLEMS[-1], {})])
 
 
 OPTIONS = {
     "zero1": dict(zero1=True),
     "sequence parallel": dict(sequence_parallel=True),
     "recompute": dict(recompute_every=1),
+    "recompute every 2nd": dict(recompute_every=2),
     "logits in pieces": dict(logits_bytes=2000),
+    "explicit layer counts": dict(pp_layers=[2, 0]),
 }
+AXIS = {"sequence parallel": 0, "explicit layer counts": 1, "zero1": 2}  # the one that an option is about
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("pair", list(itertools.combinations_with_replacement(OPTIONS, 2)), ids=" and ".join)
-@pytest.mark.parametrize("layout", [(2, 2, 1), (2, 1, 2), (1, 2, 2)], ids=str)
-def test_options_and_their_pairs_change_no_number(pool, plain, layout, pair, tied):
-    options = {**OPTIONS[pair[0]], **OPTIONS[pair[1]]}
-    assert_close(run_like_plain(pool, layout, tied, 0.1, **options), plain(tied, 0.1), TOLERANCE)
+@pytest.mark.parametrize("layout", CUBE, ids=str)
+def test_options_and_their_pairs_change_no_number(pool, layout):
+    """Each option alone, and two together where the layout has what both are about. Many runs: two layers will do."""
+    alone = [options for name, options in OPTIONS.items() if layout[1] == 2 or name != "explicit layer counts"]
+    useful = [options for name, options in OPTIONS.items() if name not in AXIS or layout[AXIS[name]] == 2]
+    pairs = [one | other for one, other in itertools.combinations(useful, 2) if not one.keys() & other.keys()]
+    clipped = [
+        problem | dict(num_hidden_layers=2, microbatches=2 * layout[2]) for problem in PROBLEMS if problem["clip"]
+    ]
+    cases = [(problem, options) for problem in clipped for options in alone]
+    cases += [(problem | dict(steps=2), options) for problem in clipped for options in pairs]
+    check(pool, layout, cases)
 
 
-@pytest.mark.parametrize("engine", ["1f1b", "zb_v"])
-def test_all_options_on_eight_ranks(pool, plain, engine):
-    options = {key: value for option in OPTIONS.values() for key, value in option.items()}
-    chunks = 2 if engine == "zb_v" else 1
-    result = run_like_plain(pool, (2, 2, 2), True, 0.1, engine=engine, chunks=chunks, **options)
-    assert_close(result, plain(True, 0.1), TOLERANCE)
+@pytest.mark.parametrize("engine, chunks", [("1f1b", 1), ("zb_v", 2)])
+def test_all_options_on_eight_ranks(pool, engine, chunks):
+    options = {key: value for option in OPTIONS.values() for key, value in option.items() if key != "pp_layers"}
+    check(pool, (2, 2, 2), [(PROBLEMS[-1], options | dict(engine=engine, chunks=chunks))])
 
 
-@pytest.mark.parametrize("pp_layers", [[3, 1], [1, 3], [4, 0], [0, 4]], ids=str)
-def test_explicit_layer_counts(pool, plain, pp_layers):
-    result = run_like_plain(pool, (1, 2, 1), False, None, pp_layers=pp_layers)
-    assert_close(result, plain(False, None), TOLERANCE)
+def test_explicit_layer_counts(pool):
+    cases = [(PROBLEMS[0], dict(pp_layers=pp_layers)) for pp_layers in ([3, 1], [1, 3], [4, 0], [0, 4])]
+    check(pool, (1, 2, 1), cases)
 
 
 @pytest.mark.parametrize("num_layers, pp", [(5, 2), (5, 4), (7, 4)])
 def test_layers_that_pp_does_not_divide(pool, num_layers, pp):
-    config = tiny_config(num_hidden_layers=num_layers)
-    assert_close(run(pool, 1, pp, 1, config=config), train_plainly(config), TOLERANCE)
+    check(pool, (1, pp, 1), [(dict(num_hidden_layers=num_layers), {})])
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 5, 8])
-def test_gradients_do_not_grow_with_accumulation(pool, microbatches):
-    config = tiny_config()
-    for engine in ("afab", "1f1b"):
-        result = run(pool, 1, 2, 1, config=config, engine=engine, microbatches=microbatches)
-        assert_close(result, train_plainly(config, microbatches), TOLERANCE)
+def test_gradients_do_not_grow_with_accumulation(pool):
+    problems = [dict(microbatches=microbatches) for microbatches in (1, 2, 3, 4, 5, 8)]
+    check(pool, (1, 2, 1), [(problem, dict(engine=engine)) for engine in ("afab", "1f1b") for problem in problems])
 
 
 def test_vocabulary_smaller_shards_and_biases(pool):
-    config = tiny_config(vocab_size=7, attention_bias=True, num_key_value_heads=4, tie_word_embeddings=True)
-    expected = train_plainly(config, steps=2, clip=0.1)
-    for sequence_parallel in (False, True):
-        result = run(pool, 4, 1, 1, config=config, steps=2, clip=0.1, sequence_parallel=sequence_parallel)
-        assert_close(result, expected, TOLERANCE)
+    problem = dict(
+        vocab_size=7, attention_bias=True, num_key_value_heads=4, tie_word_embeddings=True, steps=2, clip=0.1
+    )
+    check(
+        pool, (4, 1, 1), [(problem, dict(sequence_parallel=sequence_parallel)) for sequence_parallel in (False, True)]
+    )
