@@ -185,10 +185,11 @@ def print_comparison(rows, costs):
 # --- as a picture -----------------------------------------------------------------------------------------------------
 
 # Okabe and Ito's colours, distinct to colour-blind eyes too; what is not an action lies behind, see-through
-COLOURS = {"F": "#56B4E9", "B": "#D55E00", "I": "#E69F00", "W": "#009E73", "waiting": "#80808040", "other": "#CC79A780"}
-GREY = "#777777"  # to be read on a white page and on a dark one
+COLOURS = {"F": "#56B4E9", "B": "#D55E00", "I": "#E69F00", "W": "#009E73", "waiting": "#80808060", "other": "#CC79A780"}
+GREY = "#7A7A7A"  # to be read on a white page and on a dark one
 STYLE = {
     "svg.fonttype": "none",  # text stays text: small, and can be searched
+    "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib; else every text has a list of a dozen
     "savefig.transparent": True,
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY),
 }
@@ -229,6 +230,8 @@ def draw(path, pictures, unit):
 
     boxes = [box for _, played in pictures for row in played.boxes for box in row]
     start, end = min(box.start for box in boxes), max(box.end for box in boxes)
+    # The rest is mostly far too short to be seen: many messages being posted.
+    boxes = {box for box in boxes if box.kind in NAMES or box.end - box.start > (end - start) / 400}
     last_chunk = max(box.chunk for box in boxes)
     durations = sorted(box.end - box.start for box in boxes if box.kind in NAMES)
     width = min(max(8, 0.28 * (end - start) / durations[len(durations) // 4] + 1.5), 40)
@@ -238,7 +241,8 @@ def draw(path, pictures, unit):
         rows = figure.subplots(len(pictures), sharex=True, squeeze=False).flat
         for axes, (title, played) in zip(rows, pictures, strict=True):
             axes.set_xlim(start, end)
-            draw_rows(axes, played.boxes, last_chunk, inches=(width - 1.5) / (end - start))
+            seen = [[box for box in row if box in boxes] for row in played.boxes]
+            draw_rows(axes, seen, last_chunk, inches=(width - 1.5) / (end - start))
             figures = f"step time {number(played.step_time)}{unit}, bubble {float(played.bubble):.1%}"
             axes.set_title(f"{title}: {figures} (idle / step time)", loc="left", fontsize=10)
         axes.set_xlabel(f"time ({unit.strip()})" if unit else "time (F, I and W of a rank's share as in --costs)")
