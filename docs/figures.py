@@ -206,11 +206,16 @@ def page(folder):
 
 
 def main(words):
-    for make in (bubble, page, loss_of_six_layouts, timeline_1f1b, timeline_zb_h1, held_activations):
-        if not words or any(word in make.__name__ for word in words):
-            with tempfile.TemporaryDirectory() as folder, rc_context(STYLE | {"svg.hashsalt": make.__name__}):
-                make(folder)
+    makers = (bubble, page, loss_of_six_layouts, timeline_1f1b, timeline_zb_h1, held_activations)
+    chosen = [make for make in makers if not words or any(word in make.__name__ for word in words)]
+    if not chosen:
+        names = ", ".join(make.__name__ for make in makers)
+        print(f"error: no picture has {' or '.join(words)} in its name: {names}", file=sys.stderr)
+        return 2
+    for make in chosen:
+        with tempfile.TemporaryDirectory() as folder, rc_context(STYLE | {"svg.hashsalt": make.__name__}):
+            make(folder)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

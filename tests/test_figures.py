@@ -67,6 +67,12 @@ def test_bubble(folder):
     assert (folder / "bubble.svg").read_bytes() == again  # nothing to commit where nothing has changed
 
 
+def test_a_picture_that_there_is_not(folder, capsys):
+    assert figures.main(["bubbles"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: no picture has bubbles in its name: bubble, page, ") and error.count("\n") == 1
+
+
 def test_losses_name_the_largest_distance(folder):
     losses = {name: [5.5, 4.5, 4.0] for name in figures.LAYOUTS}
     losses["tp 2"] = [5.5, 4.5 + 2**-20, 4.0]
