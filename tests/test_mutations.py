@@ -1,70 +1,134 @@
-"""The tests notice: a copy of the project with one thing taken out of its arithmetic must fail a test."""
+"""The tests notice: with one division, sum or order taken out of the project's arithmetic, the layout tests fail.
 
-import shutil
-import subprocess
+The change is on the ranks only: they import the changed file, while the test's own process compares with plain PyTorch
+and the model as it is.
+"""
+
+import importlib
+import math
 import sys
 from pathlib import Path
 
 import pytest
 
+from test_layouts import PROBLEMS, check
+from workers import WorkerPool
+
 ROOT = Path(__file__).parent.parent
-PLAIN = "tests/test_layouts.py::test_layout_trains_like_plain_pytorch"
-MUTATIONS = {
+TP, PP, DP = (2, 1, 1), (1, 2, 1), (1, 1, 2)
+ZERO1, SEQUENCE_PARALLEL, IN_PIECES = dict(zero1=True), dict(sequence_parallel=True), dict(logits_bytes=2000)
+MUTATIONS = {  # file, what is there, what replaces it, a layout and options whose test has to fail
     "loss not divided by the number of micro-batches": (
-        "pipeline_parallel.py", "output = output / self.num_microbatches", "output = output / 1",
-        "tests/test_layouts.py::test_gradients_do_not_grow_with_accumulation[4]",
+        "pipeline_parallel.py", "output = output / self.num_microbatches", "output = output / 1", PP, {},
+    ),
+    "losses of micro-batches not added": (
+        "pipeline_parallel.py", "return torch.stack(self.losses).sum()", "return self.losses[0]", PP, {},
+    ),
+    "logged loss not divided by dp_size": (
+        "pipeline_parallel.py", "return loss / manager.dp_size", "return loss", DP, {},
+    ),
+    "logged loss not summed": (
+        "pipeline_parallel.py", "dist.all_reduce(loss, group=manager.pp_dp_group)", "pass", DP, {},
+    ),
+    "a stage's layers in another order": (
+        "pipeline_parallel.py", "for i in self.layers[self.stages[chunk]]:",
+        "for i in reversed(self.layers[self.stages[chunk]]):", (1, 1, 1), {},
+    ),
+    "pieces of the loss not weighted": (
+        "pipeline_parallel.py", "* (piece[1].numel() / targets.numel())", "* 1", (1, 1, 1), IN_PIECES,
     ),
     "gradients not divided by dp_size": (
-        "data_parallel.py", "gradient.div_(self.dp_size)", "gradient.div_(1)",
-        f"{PLAIN}[(1, 1, 2)-1f1b-untied-unclipped]",
+        "data_parallel.py", "gradient.div_(self.dp_size)", "gradient.div_(1)", DP, {},
     ),
     "no all-reduce over dp": (
         "data_parallel.py", "self.work = dist.all_reduce(self.gradients, group=group, async_op=True)",
-        "self.work = dist.barrier(group=group, async_op=True)", f"{PLAIN}[(1, 1, 2)-1f1b-untied-unclipped]",
+        "self.work = dist.barrier(group=group, async_op=True)", DP, {},
     ),
-    "no all-reduce in f": (
-        "tensor_parallel.py", "dist.all_reduce(grad, group=ctx.group)", "pass",
-        f"{PLAIN}[(2, 1, 1)-1f1b-untied-unclipped]",
+    "zero1: no all-gather of the new weights": (
+        "data_parallel.py",
+        "dist.all_gather_single(self.values, mine.clone(), group=pgm.process_group_manager.dp_group)", "pass",
+        DP, ZERO1,
     ),
-    "no all-reduce in g": (
-        "tensor_parallel.py", "dist.all_reduce(x, group=group)", "pass", f"{PLAIN}[(2, 1, 1)-1f1b-untied-unclipped]",
+    "zero1: two ranks take each other's shard": (
+        "data_parallel.py", "slice(manager.dp_rank * shard_length, (manager.dp_rank + 1) * shard_length)",
+        "slice((1 - manager.dp_rank) * shard_length, (2 - manager.dp_rank) * shard_length)", DP, ZERO1,
     ),
-    "no all-reduce in the cross entropy": (
-        "tensor_parallel.py", "dist.all_reduce(sums, group=group)", "pass", f"{PLAIN}[(2, 1, 1)-1f1b-untied-unclipped]",
+    "zero1: only one rank's shard in the norm": (
+        "data_parallel.py", "(self.zero1 or manager.dp_rank == 0)", "manager.dp_rank == 0", DP, ZERO1,
+    ),
+    "norms of ranks not added": ("data_parallel.py", "dist.all_reduce(squares)", "pass", TP, {}),
+    "replicated weights counted twice in the norm": (
+        "data_parallel.py", "(is_sharded or pgm.process_group_manager.tp_rank == 0)", "True", TP, {},
+    ),
+    "tied copy counted twice in the norm": (
+        "data_parallel.py", 'and not getattr(parameter, "is_copy", False)', "", PP, {},
     ),
     "tied gradients not summed": (
         "data_parallel.py", "dist.all_reduce(gradient, group=pgm.process_group_manager.embedding_group)", "pass",
-        f"{PLAIN}[(1, 2, 1)-1f1b-tied-unclipped]",
+        PP, {},
     ),
     "norm weights not summed over tp": (
         "data_parallel.py", "dist.all_reduce(gradient, group=pgm.process_group_manager.tp_group)", "pass",
-        "tests/test_layouts.py::test_options_and_their_pairs_change_no_number"
-        "[(2, 2, 1)-sequence parallel and sequence parallel-untied]",
+        TP, SEQUENCE_PARALLEL,
     ),
-    "tied copy counted twice in the norm": (
-        "data_parallel.py", 'and not getattr(parameter, "is_copy", False)', "", f"{PLAIN}[(1, 2, 1)-1f1b-tied-clipped]",
+    "no all-reduce in f": ("tensor_parallel.py", "dist.all_reduce(grad, group=ctx.group)", "pass", TP, {}),
+    "no all-reduce in g": ("tensor_parallel.py", "dist.all_reduce(x, group=group)", "pass", TP, {}),
+    "no sum in reduce-scatter": (
+        "tensor_parallel.py", "dist.reduce_scatter_single(mine, parts.contiguous(), group=group)",
+        "mine.copy_(parts[group.rank() * x.size(0) :][: x.size(0)])", TP, SEQUENCE_PARALLEL,
     ),
-    "dp groups along the wrong axis": (
-        "process_group_manager.py", "grid.permute(1, 2, 0).reshape(-1, dp_size)", "grid.reshape(-1, dp_size)",
-        f"{PLAIN}[(2, 1, 2)-1f1b-untied-unclipped]",
+    "no all-reduce of the largest logit": (
+        "tensor_parallel.py", "dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)", "pass", TP, {},
+    ),
+    "no all-reduce in the cross entropy": ("tensor_parallel.py", "dist.all_reduce(sums, group=group)", "pass", TP, {}),
+    "gradient of the loss not divided by the tokens": (
+        "tensor_parallel.py", "grad_loss / grad_logits.size(0)", "grad_loss", TP, {},
     ),
     "two ranks take each other's shard": (
         "tensor_parallel.py", "*shard_range(full.size(dim), rank, num_shards)",
-        "*shard_range(full.size(dim), num_shards - 1 - rank, num_shards)",
-        f"{PLAIN}[(2, 1, 1)-1f1b-untied-unclipped]",
+        "*shard_range(full.size(dim), num_shards - 1 - rank, num_shards)", TP, {},
+    ),
+    "dp groups along the wrong axis": (
+        "process_group_manager.py", "grid.permute(1, 2, 0).reshape(-1, dp_size)", "grid.reshape(-1, dp_size)",
+        (2, 1, 2), {},
     ),
 }  # fmt: skip
 
 
+def import_from(folder, file):
+    """On a rank: from now on the project's modules are loaded anew, from `folder` where it has them."""
+    for name, module in list(sys.modules.items()):
+        path = Path(getattr(module, "__file__", None) or "/")
+        if path.parent in (ROOT, ROOT / "tests") and name != "workers":
+            del sys.modules[name]
+    sys.path.insert(0, folder)
+    sys.modules["workers"].pgm = importlib.import_module("process_group_manager")
+    return importlib.import_module(Path(file).stem).__file__
+
+
+def check_with(folder, file, layout, options):
+    """What test_layouts.py does with this layout and options, untied and tied, on ranks with `file` from `folder`."""
+    pool, size = WorkerPool(), dict(num_hidden_layers=2, vocab_size=64, microbatches=2 * layout[2])
+    try:
+        loaded = pool.run(math.prod(layout), import_from, str(folder), file)
+        assert set(loaded) == {str(folder / file)}
+        check(pool, layout, [(problem | size, options) for problem in (PROBLEMS[0], PROBLEMS[-1])])
+    finally:
+        pool.close()
+
+
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_mutation_fails_its_test(name, tmp_path):
-    file, old, new, test = MUTATIONS[name]
-    for source in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
-        shutil.copy(source, tmp_path)
-    shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    text = (tmp_path / file).read_text()
-    assert text.count(old) == 1, "the mutation no longer fits the source"
-    (tmp_path / file).write_text(text.replace(old, new))
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
-    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert process.returncode == 1 and "1 failed" in process.stdout, process.stdout[-2000:] + process.stderr[-2000:]
+def test_a_mutation_fails_the_test_of_its_layout(name, tmp_path):
+    file, old, new, layout, options = MUTATIONS[name]
+    source = (ROOT / file).read_text()
+    assert source.count(old) == 1, "the mutation no longer fits the source"
+    (tmp_path / file).write_text(source.replace(old, new))
+    with pytest.raises(AssertionError, match="off, of|ranks report different|two ranks disagree"):
+        check_with(tmp_path, file, layout, options)
+
+
+@pytest.mark.parametrize("layout, options", [(TP, SEQUENCE_PARALLEL), (DP, ZERO1), (PP, {})], ids=str)
+def test_the_same_without_a_mutation_passes(layout, options, tmp_path):
+    for file in {file for file, *_ in MUTATIONS.values()}:
+        (tmp_path / file).write_text((ROOT / file).read_text())
+    check_with(tmp_path, "data_parallel.py", layout, options)
