@@ -11,14 +11,15 @@ ARGS =
 INSTALLED = .venv/installed.txt
 UNFINISHED = .venv/unfinished
 
-.PHONY: help train test lint venv install clean
+.PHONY: help train test docs-test lint venv install clean
 
 help:
 	@echo "make train  train on $(NPROC) processes with $(CONFIG)"
 	@echo "            (or: make train NPROC=8 CONFIG=configs/my_config.json ARGS='training.steps=20')"
 	@echo "make test   run the tests"
+	@echo "make docs-test  run every command of README.md and docs/lessons, and check what they name"
 	@echo "make lint   check style and formatting"
-	@echo "make venv   only the set-up that these three begin with: make .venv, install requirements.txt"
+	@echo "make venv   only the set-up that these four begin with: make .venv, install requirements.txt"
 	@echo "make clean  remove .venv and the tools' caches"
 
 train: venv
@@ -26,6 +27,9 @@ train: venv
 
 test: venv
 	.venv/bin/pytest -q tests
+
+docs-test: venv
+	.venv/bin/pytest -q docs
 
 lint: venv
 	.venv/bin/ruff check .

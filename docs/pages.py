@@ -2,8 +2,9 @@
 
 A block is indented by four spaces, with an empty line above and below. Its first word says what it is: a command of
 COMMANDS makes it shell, run line by line; `from`, `import`, `def` or `class` make it Python, run as a program; anything
-else is text, and where a shell block stands before it under the same heading, these lines of its output, in order. In
-the text `…` stands for anything. A comment before a block says how it is run, and what a reader would do by hand:
+else is text. Text after a command, under the same heading or after an empty line in the same block, is what the command
+prints: these lines, in this order, with `…` for anything. A comment before a block says how it is run, and does what a
+reader does by hand:
 
     <!-- docs-test: append training.steps=3 -->     shell: put at the end of every command
     <!-- docs-test: replace OLD -> NEW -->          any: in the block's text
@@ -73,6 +74,10 @@ def read_blocks(text):
             while position < len(lines) and (lines[position].startswith("    ") or not lines[position].strip()):
                 position += 1
             block = "\n".join(line[4:] for line in lines[start:position]).rstrip()
+            command, _, printed = block.partition("\n\n")
+            if kind_of(block) == "shell" and printed and kind_of(printed) == "text":
+                blocks.append(Block("shell", command, start + 1, section, directives))
+                block, start, directives = printed, start + command.count("\n") + 2, []
             blocks.append(Block(kind_of(block), block, start + 1, section, directives))
             directives = []
             continue
@@ -109,6 +114,7 @@ def run(command, folder):
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
+        "MAKEFLAGS": "",
     }
     started = time.perf_counter()
     process = subprocess.Popen(
@@ -136,7 +142,11 @@ def copy_project(folder, cache):
     git(folder, "add", "--all")
     git(folder, "-c", "user.name=docs", "-c", "user.email=docs@localhost", "commit", "--quiet", "--message", "copy")
     (folder / "cache").symlink_to(cache)
-    (folder / ".venv").symlink_to(sys.prefix)  # for `make`, which then finds nothing to install
+    (folder / ".venv").mkdir()  # this Python's, for `make`, which then finds nothing to install
+    for path in Path(sys.prefix).iterdir():
+        (folder / ".venv" / path.name).symlink_to(path)
+    (folder / ".venv/installed.txt").unlink(missing_ok=True)
+    shutil.copy(folder / "requirements.txt", folder / ".venv/installed.txt")
 
 
 def clean(folder):
@@ -186,7 +196,9 @@ def run_block(block, folder, output):
         result = run(command, folder)
         output += result.output
         if result.exit_code != expected:
-            wrong.append(f"line {block.line}: `{command}` ended with {result.exit_code}, not {expected}:\n{result.output}")
+            wrong.append(
+                f"line {block.line}: `{command}` ended with {result.exit_code}, not {expected}:\n{result.output}"
+            )
     for name, text in originals.items():
         (folder / name).write_text(text)
     return wrong, output
@@ -218,7 +230,7 @@ def missing_line(excerpt, output, numbers_vary=False):
 
 @cache
 def identifiers():
-    """Every name in the code, and {class: the names in it}."""
+    """Every name in the code, such keys of dictionaries and names of files as are strings, and {class: its names}."""
     names, classes = set(), {}
     for path in [*ROOT.glob("*.py"), *ROOT.glob("docs/**/*.py"), *ROOT.glob("benchmarks/*.py")]:
         names.add(path.stem)
@@ -226,18 +238,22 @@ def identifiers():
             for attribute in ("id", "attr", "name", "arg"):
                 if isinstance(name := getattr(node, attribute, None), str):
                     names.update(name.split("."))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and path.parent == ROOT:
+                names.add(node.value)
             if isinstance(node, ast.ClassDef):
                 inner = classes.setdefault(node.name, set())
                 for child in ast.walk(node):
                     inner |= {getattr(child, key) for key in ("name", "attr", "id") if hasattr(child, key)}
+    for path in ROOT.glob("docs/**/*.patch"):  # what exercises ask to be written
+        names.update(re.findall(r"(?m)^\+ *(?:def|class) (\w+)", path.read_text()))
     return names, classes
 
 
 def wrong_mentions(text, folder):
-    """What a page in `folder` names that does not exist: links, paths, names in the code, keys, options, line counts."""
+    """What a page in `folder` names and is not there: links, paths, names in the code, keys, options, line counts."""
     blocks = read_blocks(text)
     prose = re.sub(r"(?m)^    .*$", "", text)
-    commands = "\n".join(block.text for block in blocks if block.kind != "text")
+    commands = "\n".join(block.text for block in blocks if block.kind == "shell")
     code = re.findall(r"`([^`\n]+)`", prose)
     links = re.findall(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"", prose)
     for link in filter(None, sum(links, ())):
@@ -248,7 +264,7 @@ def wrong_mentions(text, folder):
         yield from wrong_keys(span)
     for span in code:
         if is_path(span):
-            if not ((ROOT / span).exists() or (folder / span).exists() or span in commands or span in MADE_BY_READERS):
+            if not ((ROOT / span).exists() or (folder / span).exists() or span in commands or span in identifiers()[0]):
                 yield f"there is no file `{span}`"
         elif re.fullmatch(r"--[\w-]+", span):
             if not any(f'"{span}"' in path.read_text() for path in ROOT.glob("*.py")) and span not in commands:

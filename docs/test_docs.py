@@ -7,9 +7,8 @@ text names has to exist. An exercise's check has to fail on the project as it is
 import re
 from pathlib import Path
 
-import pytest
-
 import pages
+import pytest
 from pages import ROOT, Block, clean, copy_project, git, missing_line, read_blocks, run, run_block, wrong_mentions
 
 LESSONS = sorted((ROOT / "docs/lessons").glob("*.md"))
@@ -77,26 +76,29 @@ def test_every_lesson_has_its_page_exercise_and_solution():
 # --- the checks themselves ---
 
 
-def problems_of(page, folder, output=None):
+def problems_of(page, folder):
+    output, problems, before = None, [], len(pages.ran)
     for block in read_blocks(page):
-        problems, output = run_block(block, folder, output)
-        yield from problems
+        found, output = run_block(block, folder, output)
+        problems += found
+    del pages.ran[before:]  # they are on no page
+    return problems
 
 
 def test_a_failing_command_is_found(tmp_path):
-    assert list(problems_of("\n    python -c 'print(1)'\n", tmp_path)) == []
+    assert problems_of("\n    python -c 'print(1)'\n", tmp_path) == []
     (problem,) = problems_of("text\n\n    python -c 'exit(3)'\n", tmp_path)
     assert problem.startswith("line 3: `python -c 'exit(3)'` ended with 3, not 0")
-    assert list(problems_of("<!-- docs-test: exit 3 -->\n\n    python -c 'exit(3)'\n", tmp_path)) == []
+    assert problems_of("<!-- docs-test: exit 3 -->\n\n    python -c 'exit(3)'\n", tmp_path) == []
     (problem,) = problems_of("\n    python -c 'print(1)'\n    rm file\n", tmp_path)
     assert "'rm file' does not start with one of" in problem
 
 
 def test_another_output_is_found(tmp_path):
     page = "# A\n\n    python -c 'print(1, 2); print(3)'\n\nprints\n\n    "
-    assert list(problems_of(page + "1 2\n    3\n", tmp_path)) == list(problems_of(page + "1 …\n", tmp_path)) == []
+    assert problems_of(page + "1 2\n    3\n", tmp_path) == problems_of(page + "1 …\n", tmp_path) == []
     for excerpt in ("1 2\n    4\n", "3\n    1 2\n", "1  2\n"):
-        assert "the output has no line" in next(problems_of(page + excerpt, tmp_path))
+        assert "the output has no line" in problems_of(page + excerpt, tmp_path)[0]
 
 
 def test_numbers_may_vary_and_words_not():
@@ -109,9 +111,9 @@ def test_numbers_may_vary_and_words_not():
 def test_directives(tmp_path):
     (tmp_path / "code.py").write_text("print(1 + 1)\n")
     page = "<!-- docs-test: edit code.py: 1 + 1 -> 1 -->\n\n    python code.py  # comment\n\n    1\n"
-    assert list(problems_of(page, tmp_path)) == []
+    assert problems_of(page, tmp_path) == []
     assert (tmp_path / "code.py").read_text() == "print(1 + 1)\n"
-    assert "2 times '1'" in next(problems_of(page.replace("1 + 1", "1"), tmp_path))
+    assert "2 times '1'" in problems_of(page.replace("1 + 1", "1"), tmp_path)[0]
     shell = Block("shell", "torchrun --nproc_per_node 8 train.py --config a.json", 1, "", [("plan", "gpus")])
     assert pages.adjusted(shell.text, shell) == "python train.py --config a.json --dry-run"
     with pytest.raises(ValueError, match="line 1: docs-test has no 'sleep'"):

@@ -1,7 +1,7 @@
 """Two ranks that send to each other before they receive: they wait for ever. Part of lesson 10.
 
-    torchrun --nproc_per_node 2 docs/lessons/blocking_sends.py
-    torchrun --nproc_per_node 2 docs/lessons/blocking_sends.py --batched
+torchrun --nproc_per_node 2 docs/lessons/blocking_sends.py
+torchrun --nproc_per_node 2 docs/lessons/blocking_sends.py --batched
 """
 
 import os

@@ -19,10 +19,10 @@ def upside_down(pp_rank, pp_size, num_microbatches):
 def too_eager_to_send(pp_rank, pp_size, num_microbatches):
     """1F1B where odd ranks, to give their gradients sooner, run each B before the F that it stands behind."""
     actions = one_f_one_b(pp_rank, pp_size, num_microbatches)
-    if pp_rank % 2:
-        for i in range(len(actions) - 1):
-            if actions[i].kind == "F" and actions[i + 1].kind == "B" and actions[i + 1].microbatch < actions[i].microbatch:
-                actions[i], actions[i + 1] = actions[i + 1], actions[i]
+    for i in range(len(actions) - 1):
+        this, after = actions[i : i + 2]
+        if pp_rank % 2 and (this.kind, after.kind) == ("F", "B") and after.microbatch < this.microbatch:
+            actions[i : i + 2] = after, this
     return actions
 
 

@@ -1,6 +1,8 @@
 """Exercise 1: attention and MLP read the same stream and are added together (PaLM, arXiv 2204.02311, section 2).
 
     python docs/lessons/exercises/01_parallel_block.py
+
+Compares a layer with the sum, written down once more from its own parts.
 """
 
 import torch

@@ -1,6 +1,8 @@
 """Exercise 2: number the ranks so that the stages of a pipeline are neighbours, and tp partners are far apart.
 
     python docs/lessons/exercises/02_rank_order.py
+
+Looks at the grid, then lets four real processes sum their ranks over their groups.
 """
 
 from exercise import expect, run_on_ranks
@@ -24,12 +26,12 @@ def sums_along_axes():
 
 if __name__ == "__main__":
     grid = pgm.rank_grid(tp_size=2, pp_size=4, dp_size=2)
-    expect(grid.shape == (2, 4, 2), f"the axes stay dp, pp, tp, so that the shape is (2, 4, 2); it is {tuple(grid.shape)}")
+    expect(grid.shape == (2, 4, 2), f"its axes are to be dp, pp, tp, so (2, 4, 2); they are {tuple(grid.shape)}")
     pipeline = grid[0, :, 0].tolist()
-    expect(pipeline == [0, 1, 2, 3], f"the first pipeline of tp 2 × pp 4 × dp 2 is {pipeline}, and is to be [0, 1, 2, 3]")
+    expect(pipeline == [0, 1, 2, 3], f"tp 2 × pp 4 × dp 2: the first pipeline is {pipeline}, not [0, 1, 2, 3]")
     expect(grid[1, :, 1].tolist() == [12, 13, 14, 15], f"the last pipeline is {grid[1, :, 1].tolist()}")
     partners = grid[0, 0].tolist()
-    expect(partners == [0, 4], f"rank 0's tp partners are {partners}, and are to be [0, 4]")
+    expect(partners == [0, 4], f"rank 0's tp partners are {partners}, not [0, 4]")
     for rank, result in enumerate(run_on_ranks(4, sums_along_axes)):
         tp_rank, pp_rank = divmod(rank, 2)
         wanted = (tp_rank, pp_rank, [2 * pp_rank + 2, 4 * tp_rank + 1, rank])

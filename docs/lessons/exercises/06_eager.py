@@ -1,6 +1,8 @@
 """Exercise 6: `eager_1f1b`, a 1F1B with a longer warm-up, for links that are slow.
 
     python docs/lessons/exercises/06_eager.py
+
+Compares held micro-batches, and step times with free and with slow messages.
 """
 
 from exercise import expect, timetable

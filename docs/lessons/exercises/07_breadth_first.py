@@ -1,6 +1,8 @@
 """Exercise 7: `breadth_first`, AFAB with several chunks a rank (arXiv 2211.05953).
 
     python docs/lessons/exercises/07_breadth_first.py
+
+Compares idle time and held micro-batches, then gradients on two real processes with plain PyTorch's.
 """
 
 from exercise import difference_to_one_process, expect, timetable

@@ -1,6 +1,8 @@
 """Exercise 8: `split_1f1b`, 1F1B whose B is an I and, at once, its W.
 
     python docs/lessons/exercises/08_split.py
+
+Compares idle time and held micro-batches with 1F1B's, at several costs.
 """
 
 from exercise import expect, timetable

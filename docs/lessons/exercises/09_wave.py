@@ -1,6 +1,8 @@
 """Exercise 9: `schedules.wave`, a placement that goes down the ranks and up again, several times (arXiv 2308.15762).
 
     python docs/lessons/exercises/09_wave.py
+
+Compares the placement and its messages, then gradients on two real processes with plain PyTorch's.
 """
 
 from exercise import difference_to_one_process, expect

@@ -1,6 +1,8 @@
 """Exercise 10: a deadlock's message also tells how far every rank got.
 
     python docs/lessons/exercises/10_progress.py
+
+Reads the message of two deadlocks.
 """
 
 from exercise import ROOT, expect

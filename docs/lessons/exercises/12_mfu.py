@@ -1,6 +1,8 @@
 """Exercise 12: `--dry-run` tells the MFU that no kernel and no network could beat: "mfu_limit".
 
     python docs/lessons/exercises/12_mfu.py
+
+Compares the figure with ones worked out by hand.
 """
 
 from exercise import ROOT, expect
@@ -13,7 +15,7 @@ def limit(file, *overrides):
     config = load_config(f"{ROOT}/configs/{file}", list(overrides))
     settle_stages(config)
     plan = make_plan(config)
-    expect("mfu_limit" in plan, "make_plan gives no \"mfu_limit\"")
+    expect("mfu_limit" in plan, 'make_plan gives no "mfu_limit"')
     return plan["mfu_limit"]
 
 
@@ -25,7 +27,7 @@ cases = {  # no pipeline, no waiting: all of the time is the model's own FLOPs, 
 for arguments, wanted in cases.items():
     found = limit(*arguments)
     expect(abs(found - wanted) < 1e-12, f"{' '.join(arguments)}: mfu_limit {found:.4f}, expected {wanted:.4f}")
-# 405B: 126 layers and a head of 0.81 on 16 ranks, of which the slowest has 8; a bubble of 15 / (8 · 16) of the busy time
+# 405B: 126 layers and a head of 0.81 on 16 ranks, the slowest has 8; the bubble is 15 / (8 · 16) of the busy time
 balance = limit("llama_405b_16k.json", "model.recompute=none")
 wanted = (126 + 0.81) / 16 / 8 / (1 + 15 / 128)
 expect(abs(balance - wanted) < 0.001, f"405B without recomputation: mfu_limit {balance:.4f}, expected {wanted:.4f}")
