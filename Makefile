@@ -12,12 +12,13 @@ FIGURES =
 INSTALLED = .venv/installed.txt
 UNFINISHED = .venv/unfinished
 
-.PHONY: help train test lint figures venv install clean
+.PHONY: help train test docs-test lint figures venv install clean
 
 help:
 	@echo "make train  train on $(NPROC) processes with $(CONFIG)"
 	@echo "            (or: make train NPROC=8 CONFIG=configs/my_config.json ARGS='training.steps=20')"
 	@echo "make test   run the tests"
+	@echo "make docs-test  run every command of README.md and docs/lessons, and check what they name"
 	@echo "make lint   check style and formatting"
 	@echo "make figures  make docs/figures and docs/schedules.html, from runs on this machine"
 	@echo "make venv   only the set-up that these begin with: make .venv, install requirements.txt"
@@ -28,6 +29,9 @@ train: venv
 
 test: venv
 	.venv/bin/pytest -q tests
+
+docs-test: venv
+	.venv/bin/pytest -q docs
 
 lint: venv
 	.venv/bin/ruff check .
