@@ -45,7 +45,7 @@ def difference_to_one_process(engine, num_chunks=1):
 
     config = layouts.tiny_config(num_hidden_layers=8)
     options = dict(config=config, engine=engine, chunks=num_chunks)
-    results = run_on_ranks(2, layouts.train_on_layout_with, (1, 2, 1), options)
-    ours = layouts.assemble([result["gradients"] for result in results])
+    results = run_on_ranks(2, layouts.train_cases, (1, 2, 1), [options])
+    ours = layouts.assemble([result["gradients"] for (result,) in results])
     plain = layouts.train_plainly(config)["gradients"]
     return max((ours[name] - plain[name]).abs().max().item() for name in plain)
