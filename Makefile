@@ -4,6 +4,7 @@ PYTHON = python3
 NPROC = 4
 CONFIG = configs/tiny_pp2_tp2.json
 ARGS =
+FIGURES =
 
 # requirements.txt is copied to .venv/unfinished before the first step and renamed to .venv/installed.txt after the last.
 # So installed.txt says what is installed, and unfinished that somebody was interrupted: then .venv is made anew, because
@@ -11,14 +12,16 @@ ARGS =
 INSTALLED = .venv/installed.txt
 UNFINISHED = .venv/unfinished
 
-.PHONY: help train test lint venv install clean
+.PHONY: help train test docs-test lint figures venv install clean
 
 help:
 	@echo "make train  train on $(NPROC) processes with $(CONFIG)"
 	@echo "            (or: make train NPROC=8 CONFIG=configs/my_config.json ARGS='training.steps=20')"
 	@echo "make test   run the tests"
+	@echo "make docs-test  run every command of README.md and docs/lessons, and check what they name"
 	@echo "make lint   check style and formatting"
-	@echo "make venv   only the set-up that these three begin with: make .venv, install requirements.txt"
+	@echo "make figures  make docs/figures and docs/schedules.html, from runs on this machine"
+	@echo "make venv   only the set-up that these begin with: make .venv, install requirements.txt"
 	@echo "make clean  remove .venv and the tools' caches"
 
 train: venv
@@ -27,9 +30,15 @@ train: venv
 test: venv
 	.venv/bin/pytest -q tests
 
+docs-test: venv
+	.venv/bin/pytest -q docs
+
 lint: venv
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+
+figures: venv
+	.venv/bin/python docs/figures.py $(FIGURES)
 
 venv:
 	@if [ -e $(UNFINISHED) ] || ! cmp -s requirements.txt $(INSTALLED) || ! .venv/bin/python -c '' 2>/dev/null; then \

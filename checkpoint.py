@@ -91,10 +91,7 @@ class LocalState:
         manager, self.parameters, self.pieces = pgm.process_group_manager, dict(named_parameters(model)), {}
         names = {parameter: name for name, parameter in self.parameters.items()}
         for bucket in data_parallel.buckets:
-            master, state = bucket.master.detach(), optimizer.state[bucket.master]
-            if not state:  # before the first step: what AdamW would begin with
-                state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+            master, state = bucket.master, optimizer.state[bucket.master]
             flats = {f"optimizer-{key}": flat for key, flat in [("master", master), *state.items()] if key != "step"}
             mine, num_slices = (manager.dp_rank, manager.dp_size) if bucket.zero1 else (0, 1)
             for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
@@ -242,7 +239,7 @@ def load_weights(path, model, data_parallel, optimizer):
         check_architecture(path, model.config, {"dtype"})
         load_family(path, "model", shard_files(model.config), LocalState(model, data_parallel, optimizer))
         for bucket in data_parallel.buckets:
-            bucket.master.detach().copy_(bucket.values[bucket.shard])
+            bucket.master.copy_(bucket.values[bucket.shard])
 
     on_all_ranks(load)
 

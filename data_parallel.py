@@ -71,9 +71,8 @@ class Bucket:
         self.shard = (
             slice(manager.dp_rank * shard_length, (manager.dp_rank + 1) * shard_length) if zero1 else slice(None)
         )
-        # The optimizer's parameter: this rank's slice, in float32 or better; the values themselves where they are that.
-        self.master = nn.Parameter(self.values[self.shard].to(grad_dtype))
-        self.master.grad = self.gradients[self.shard]
+        # What the optimizer works on: this rank's slice, in float32 or better (where the values are that: itself).
+        self.master, self.gradient = self.values[self.shard].to(grad_dtype), self.gradients[self.shard]
         self.expected = None  # gradients that arrive here in one step; the first step counts them
         self.arrived, self.work = 0, None
 
@@ -96,7 +95,7 @@ class Bucket:
         assert self.work is None, "a bucket is reduced once a step"
         group = pgm.process_group_manager.dp_group
         if self.zero1:
-            self.work = dist.reduce_scatter_single(self.master.grad, self.gradients, group=group, async_op=True)
+            self.work = dist.reduce_scatter_single(self.gradient, self.gradients, group=group, async_op=True)
         else:
             self.work = dist.all_reduce(self.gradients, group=group, async_op=True)
 
@@ -106,18 +105,18 @@ class Bucket:
         self.work.wait()
         assert self.expected in (None, self.arrived), f"{self.expected} gradients expected, {self.arrived} arrived"
         self.expected, self.arrived, self.work = self.arrived, 0, None
-        gradient = self.master.grad
-        gradient.div_(self.dp_size)
+        if self.dp_size > 1:  # else a pass over all gradients for nothing
+            self.gradient.div_(self.dp_size)
         if self.kind.has_copy:
-            dist.all_reduce(gradient, group=pgm.process_group_manager.embedding_group)
+            dist.all_reduce(self.gradient, group=pgm.process_group_manager.embedding_group)
         if self.kind.partial_over_tp:
-            dist.all_reduce(gradient, group=pgm.process_group_manager.tp_group)
+            dist.all_reduce(self.gradient, group=pgm.process_group_manager.tp_group)
 
     def publish(self):
         """After the optimizer's step: the new master values become the model's weights on every dp rank."""
         mine = self.values[self.shard]
         if mine.dtype != self.master.dtype:
-            mine.copy_(self.master.detach())
+            mine.copy_(self.master)
         if self.zero1:
             dist.all_gather_single(self.values, mine.clone(), group=pgm.process_group_manager.dp_group)
 
@@ -142,17 +141,13 @@ class DataParallelBucket(nn.Module):
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(bucket.register_grad_ready)
+                parameter.grad_ready = bucket.register_grad_ready  # for linear.py, which adds to .grad by itself
 
     def forward(self, *arguments):
         return self.module(*arguments)
 
-    def optimizer(self, weight_decay, **options):
-        """torch's AdamW on the buckets' master shards, fused: one kernel, no temporary copies."""
-        groups = [
-            {"params": [bucket.master], "weight_decay": weight_decay if bucket.kind.decay else 0.0}
-            for bucket in self.buckets
-        ]
-        return torch.optim.AdamW(groups, fused=True, **options)
+    def optimizer(self, weight_decay, lr, betas, eps):
+        return AdamW(self.buckets, weight_decay, lr, betas, eps)
 
     def zero_grad(self):
         for bucket in self.buckets:
@@ -176,14 +171,14 @@ class DataParallelBucket(nn.Module):
         squares = torch.zeros((), dtype=torch.float64, device=device)
         for bucket in self.buckets:
             if bucket.kind.counted and (self.zero1 or manager.dp_rank == 0):
-                for piece in bucket.master.grad.split(2**20):  # pieces: the float64 copy stays small
+                for piece in bucket.gradient.split(2**20):  # pieces: the float64 copy stays small
                     squares += torch.linalg.vector_norm(piece, dtype=torch.float64).square()
         dist.all_reduce(squares)
         norm = squares.sqrt()
         if max_norm is not None:
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # stays on the device: nobody waits for a number
             for bucket in self.buckets:
-                bucket.master.grad.mul_(scale)
+                bucket.gradient.mul_(scale)
         return norm
 
     def where_not_finite(self):
@@ -197,6 +192,35 @@ class DataParallelBucket(nn.Module):
         dist.all_gather_object(of_all_ranks, found)
         places = [f"rank {rank}: gradient of {name}" for rank, name in enumerate(of_all_ranks) if name]
         return "not finite on " + ", ".join(places) if places else "all gradients are finite"
+
+
+class AdamW:
+    """AdamW (arXiv 1711.05101) on the buckets' master shards, by torch's fused kernel: in place, no temporary copies.
+
+    torch.optim.AdamW calls the same kernel, but imports torch's compiler first: over a second on every rank.
+    """
+
+    def __init__(self, buckets, weight_decay, lr, betas, eps):
+        self.buckets, self.weight_decay, self.lr, self.betas, self.eps = buckets, weight_decay, lr, betas, eps
+        self.state = {
+            bucket.master: {
+                "step": torch.zeros((), dtype=torch.float32, device=bucket.master.device),
+                "exp_avg": torch.zeros_like(bucket.master),
+                "exp_avg_sq": torch.zeros_like(bucket.master),
+            }
+            for bucket in self.buckets
+        }
+
+    def step(self):
+        beta1, beta2 = self.betas
+        for bucket in self.buckets:
+            step, exp_avg, exp_avg_sq = self.state[bucket.master].values()
+            step += 1
+            torch._fused_adamw_(
+                [bucket.master], [bucket.gradient], [exp_avg], [exp_avg_sq], [], [step],
+                lr=self.lr, beta1=beta1, beta2=beta2, eps=self.eps,
+                weight_decay=self.weight_decay if bucket.kind.decay else 0.0, amsgrad=False, maximize=False,
+            )  # fmt: skip
 
 
 def _split(parameters, max_elements):

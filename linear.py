@@ -45,13 +45,31 @@ class _Linear(torch.autograd.Function):
         grad_bias = grad_rows.sum(0) if needs_bias else None
         grad_weight = None
         if needs_weight and _deferred is None:
-            grad_weight = _weight_gradient(grad_rows, x)
+            grad_weight = _weight_gradient(weight, grad_rows, x)
         elif needs_weight:
-            # `backward` on a leaf accumulates into .grad and calls its hooks, as an ordinary backward does. (Autograd
-            # calls the hooks for I as well, with nothing added: who counts gradients counts both, W's is the last.)
-            _deferred.append(lambda: weight.backward(_weight_gradient(grad_rows, x)))
+            _deferred.append(lambda: _accumulate(weight, _weight_gradient(weight, grad_rows, x)))
         return grad_input, grad_weight, grad_bias
 
 
-def _weight_gradient(grad_rows, x):
-    return grad_rows.t() @ x.flatten(0, -2)  # [out, tokens] @ [tokens, in]
+@torch.no_grad()  # W runs outside of autograd's backward
+def _weight_gradient(weight, grad_rows, x):
+    """[out, tokens] @ [tokens, in]; or None, added to weight.grad by the product itself, for a weight in a bucket.
+
+    The latter saves a pass over the gradient and a temporary as large as the weight. It needs one dtype for all.
+    """
+    x = x.flatten(0, -2)
+    if not hasattr(weight, "grad_ready") or weight.grad.dtype != x.dtype:
+        return grad_rows.t() @ x
+    weight.grad.addmm_(grad_rows.t(), x)
+    return None
+
+
+def _accumulate(weight, gradient):
+    """What autograd does at a leaf, outside of it: adds the gradient, if it is not there yet, and says so.
+
+    (Autograd said so for I as well, with nothing added. Who counts gradients counts both, and W's is the last.)
+    """
+    if gradient is not None:
+        weight.backward(gradient)
+    else:
+        weight.grad_ready(weight)

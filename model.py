@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from elementwise import apply_rotary, rms_norm, swiglu
+
 
 def rotary_tables(config, device=None):
     """cos and sin tables [max_position_embeddings, head_dim], float32 whatever the model's dtype (RoFormer, eq. 34).
@@ -43,10 +45,24 @@ def _llama3_frequencies(inverse_frequency, rope):
     return (1 - ramp) * inverse_frequency / rope["factor"] + ramp * inverse_frequency
 
 
-def apply_rotary(x, cos, sin):
-    """Rotates pairs (i, i + d/2) of each head's vector. x: [b, heads, s, d]; cos, sin: [s, d], float32."""
-    first, second = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+class Linear(nn.Linear):
+    """torch's, but only `materialize` draws its values: torch's own drawing imports its compiler on the meta device."""
+
+    def reset_parameters(self):
+        pass
+
+
+class Embedding(nn.Embedding):
+    reset_parameters = Linear.reset_parameters
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, hidden_size, eps):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(hidden_size)), eps
+
+    def forward(self, x):
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -57,10 +73,10 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         query_size = config.num_attention_heads * config.head_dim
         key_value_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, key_value_size, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, key_value_size, bias=config.attention_bias)
-        self.out_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_bias)
+        self.q_proj = Linear(config.hidden_size, query_size, bias=config.attention_bias)
+        self.k_proj = Linear(config.hidden_size, key_value_size, bias=config.attention_bias)
+        self.v_proj = Linear(config.hidden_size, key_value_size, bias=config.attention_bias)
+        self.out_proj = Linear(query_size, config.hidden_size, bias=config.attention_bias)
 
     def forward(self, x, cos, sin):
         query, key, value = (
@@ -79,12 +95,12 @@ class MLP(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class DecoderLayer(nn.Module):
@@ -92,9 +108,9 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.attention = Attention(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = MLP(config)
 
     def forward(self, x, cos, sin):
@@ -116,11 +132,11 @@ class Llama(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embedding = Embedding(config.vocab_size, config.hidden_size)
         # A dict, not a list: a pipeline stage keeps some of the layers under their global numbers.
         self.decoder_layers = nn.ModuleDict({str(i): DecoderLayer(config) for i in range(config.num_hidden_layers)})
-        self.final_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.final_proj = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.final_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.final_proj = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.loss_function = CrossEntropy()
         if config.tie_word_embeddings:
             self.tie_weights()

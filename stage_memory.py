@@ -40,10 +40,9 @@ class Sizes:
         self.stream = self.element * tokens * h
         self.product = self.element * tokens * mlp
         self.token_numbers = 9 * tokens  # int64, and a mask of those that are another tp rank's
-        # 1/rms and the norm's input; on a CPU, where torch computes it in steps, input and quotient in float32.
-        self.norm = own_tokens * (self.wide + h * (2 * self.wide if d.device == "cpu" else self.element))
+        self.norm = own_tokens * (self.wide + h * self.element)  # 1/rms and the norm's input
         attention = h + (q + 2 * kv) + q  # the norm's output; query and key, rotated, and value; output
-        mlp_block = h + 4 * mlp  # the norm's output; gate, silu(gate), up, product
+        mlp_block = h + 3 * mlp  # the norm's output; gate, up, product
         row_sums = self.wide * tokens * m.num_attention_heads // d.tp_size  # flash attention keeps no more of softmax
         self.layer = 2 * self.norm + self.element * tokens * (attention + mlp_block) + row_sums
         matrix_inputs, matrix_gradients = 2 * h + q + mlp, 2 * h + q + 2 * kv + 2 * mlp

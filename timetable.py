@@ -7,7 +7,7 @@ come the picture, the bubble, the activations held, the explanation of a deadloc
 
 import copy
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 from schedules import Action, action_lists, check_chunks, find_schedule, placement_of
@@ -139,7 +139,7 @@ class Timetable:
         wires = {}  # (kind, chunk) -> results it needs, the time they travel, results it makes, cost
         for chunk, stage in enumerate(self.stages[rank]):
             for kind, cost in self.costs.items():
-                source = self._source(kind, stage)
+                source = self.source(kind, stage)
                 travel = self.transfer if self.rank_of.get(source, rank) != rank else 0
                 needed = made.get((kind != "F", source))
                 wires[kind, chunk] = needed, travel, made[kind != "F", stage] if kind != "W" else None, cost
@@ -156,7 +156,7 @@ class Timetable:
             if results is not None:
                 results[microbatch] = now
 
-    def _source(self, kind, stage):
+    def source(self, kind, stage):
         """The stage whose result an action of `stage` waits for (beyond the ends there is none); None for W."""
         return {"F": stage - 1, "B": stage + 1, "I": stage + 1}.get(kind)
 
@@ -166,7 +166,7 @@ class Timetable:
         texts = {}
         while rank not in texts:
             stuck = self.lists[rank][len(self.ends[rank])]
-            source = self._source(stuck.kind, self.stages[rank][stuck.chunk])
+            source = self.source(stuck.kind, self.stages[rank][stuck.chunk])
             other, kinds = self.rank_of[source], "F" if stuck.kind == "F" else "BI"
             chunk = self.stages[other].index(source)
             kind = next(k for k, c, i in self.lists[other] if k in kinds and (c, i) == (chunk, stuck.microbatch))
@@ -202,16 +202,16 @@ class Timetable:
         return sum(self.idle) / self.pp_size / self.step_time
 
     @property
+    def held(self):
+        """How many micro-batches' activations each rank holds after each of its actions, in shares of its layers."""
+        change = {"F": 1, "B": -1, "W": -1, "I": 0}
+        running = [accumulate(change[action.kind] for action in actions) for actions in self.lists]
+        return [[num_chunks_held / self.num_chunks for num_chunks_held in counts] for counts in running]
+
+    @property
     def peak_microbatches(self):
-        """The most micro-batches whose activations each rank holds at once, F until B or W, in shares of its layers."""
-        peaks = []
-        for actions in self.lists:
-            held = peak = 0
-            for action in actions:
-                held += {"F": 1, "B": -1, "W": -1, "I": 0}[action.kind]
-                peak = max(peak, held)
-            peaks.append(peak / self.num_chunks)
-        return peaks
+        """The most micro-batches that each rank holds at once."""
+        return [max(counts) for counts in self.held]
 
     @property
     def num_transfers(self):

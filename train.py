@@ -116,8 +116,7 @@ def train_step(run, tensor_shapes, device, dtype):
     grad_norm = run.data_parallel.clip_gradients(run.config.training.grad_clip)
     loss, grad_norm = torch.stack((loss.double(), grad_norm)).tolist()  # the step's only wait for the device
     if math.isfinite(loss) and math.isfinite(grad_norm):
-        for group in run.optimizer.param_groups:
-            group["lr"] = learning_rate(run.step, run.config.training)
+        run.optimizer.lr = learning_rate(run.step, run.config.training)
         run.optimizer.step()
         run.data_parallel.publish()
     return loss, grad_norm

@@ -95,7 +95,7 @@ def layout_step(config, model, data_loader, device):
         data_parallel.finish_grad_sync()
     norm = data_parallel.clip_gradients(None)
     for bucket in data_parallel.buckets if distributed.zero1 else []:  # a rank has reduced its own shard only
-        dist.all_gather_single(bucket.gradients, bucket.master.grad.clone(), group=pgm.process_group_manager.dp_group)
+        dist.all_gather_single(bucket.gradients, bucket.gradient.clone(), group=pgm.process_group_manager.dp_group)
     held = {}
     for name, value in zip(SCALARS, (loss.view(1), norm.view(1)), strict=True):
         held[name] = Held(Shard(value.shape, 0, 0, 1), torch.empty(0), value.cpu())

@@ -5,6 +5,7 @@
     python schedules.py --costs trace.json --max-held 4                 # which of them is fastest on this machine
     python visualize.py zb_h1 --pp-size 4 --microbatches 8 -o x.svg     # a timetable as a picture (.svg, .png, .pdf)
     python visualize.py trace.json -o timeline.svg                      # a measured step over the predicted one
+    python docs/make_page.py                                            # docs/schedules.html: all, to click through
 
 Costs are the times of one rank's share of the model for one micro-batch: F forward, I and W the two halves of the
 backward B = I + W. With v chunks a rank, an action of one chunk takes a v-th of that.
@@ -59,26 +60,35 @@ class Trace:
             content = json.loads(Path(path).read_text())
             keys = ("pp_engine", "pp_size", "num_microbatches", "num_chunks")
             self.layout = [content["metadata"][key] for key in keys]
-            events = [event for event in content["traceEvents"] if event["ph"] == "X" and event["tid"] == 0]
-            first = min(event["ts"] for event in events if event["cat"] in NAMES)
-            self.boxes = [[] for _ in range(self.layout[1])]  # of every pp rank, in the order of time
-            for event in sorted(events, key=lambda event: event["ts"]):
-                where = [event.get("args", {}).get(key, 0) for key in ("chunk", "microbatch", "stage")]
-                start = event["ts"] - first
-                kind = event["cat"] if event["cat"] in NAMES else "waiting" if event["cat"] == "wait" else "other"
-                self.boxes[event["pid"]].append(Box(kind, *where, start / 1e3, (start + event["dur"]) / 1e3))
+            self.boxes = self._read_boxes(content["traceEvents"])
             actions = [box for boxes in self.boxes for box in boxes if box.kind in NAMES]
             self.step_time = max(box.end for box in actions)
             self.bubble = 1 - sum(box.end - box.start for box in actions) / len(self.boxes) / self.step_time
-            times = {kind: [box.end - box.start for box in actions if box.kind == kind] for kind in NAMES}
-            means = {kind: mean(values) for kind, values in times.items() if values}
-            if "B" in means:  # and the halves, where the schedule does not use them, are just that
-                means = {"I": means["B"] / 2, "W": means["B"] / 2} | means
-            else:
-                means["B"] = means["I"] + means["W"]
-            self.means = {kind: means[kind] for kind in NAMES}
+            self.means = self._mean_times(actions)
         except (KeyError, TypeError, IndexError, ValueError) as problem:
             raise ValueError(f"{path} is not the trace of a step: {type(problem).__name__} {problem}") from None
+
+    def _read_boxes(self, events):
+        """Of every pp rank, in the order of time; tid 0 is dp rank 0 and tp rank 0."""
+        events = [event for event in events if event["ph"] == "X" and event["tid"] == 0]
+        first = min(event["ts"] for event in events if event["cat"] in NAMES)
+        boxes = [[] for _ in range(self.layout[1])]
+        for event in sorted(events, key=lambda event: event["ts"]):
+            where = [event.get("args", {}).get(key, 0) for key in ("chunk", "microbatch", "stage")]
+            start = event["ts"] - first
+            kind = event["cat"] if event["cat"] in NAMES else "waiting" if event["cat"] == "wait" else "other"
+            boxes[event["pid"]].append(Box(kind, *where, start / 1e3, (start + event["dur"]) / 1e3))
+        return boxes
+
+    def _mean_times(self, actions):
+        """By kind, of one chunk. A kind that the schedule does not use follows from B = I + W, the halves alike."""
+        times = {kind: [box.end - box.start for box in actions if box.kind == kind] for kind in NAMES}
+        means = {kind: mean(values) for kind, values in times.items() if values}
+        if "B" in means:
+            means = {"I": means["B"] / 2, "W": means["B"] / 2} | means
+        else:
+            means["B"] = means["I"] + means["W"]
+        return {kind: means[kind] for kind in NAMES}
 
     def costs(self, pp_size):
         _, trace_pp_size, _, num_chunks = self.layout
@@ -174,23 +184,39 @@ def print_comparison(rows, costs):
 
 # --- as a picture -----------------------------------------------------------------------------------------------------
 
-# Okabe and Ito's colours, distinct to colour-blind eyes too
-COLOURS = {"F": "#56B4E9", "B": "#D55E00", "I": "#E69F00", "W": "#009E73", "waiting": "#E5E5E5", "other": "#CC79A7"}
+# Okabe and Ito's colours, distinct to colour-blind eyes too; what is not an action lies behind, see-through
+COLOURS = {"F": "#56B4E9", "B": "#D55E00", "I": "#E69F00", "W": "#009E73", "waiting": "#80808060", "other": "#CC79A780"}
+GREY = "#7A7A7A"  # to be read on a white page and on a dark one
+STYLE = {
+    "svg.fonttype": "none",  # text stays text: small, and can be searched
+    "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib; else every text has a list of a dozen
+    "savefig.transparent": True,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY),
+}
 
 
-def draw_rows(axes, rows, palette, inches):
+def colour(kind, chunk, last_chunk):
+    """Later chunks are lighter."""
+    from matplotlib.colors import to_rgba
+
+    *rgb, alpha = to_rgba(COLOURS[kind])
+    white = 0.6 * chunk / max(1, last_chunk)
+    return *((1 - white) * part + white for part in rgb), alpha
+
+
+def draw_rows(axes, rows, last_chunk, inches):
     """A row per rank. A box gets its name, or its micro-batch alone, where that fits: a time unit is so many inches."""
     for rank, boxes in enumerate(rows):
         boxes = sorted(boxes, key=lambda box: box.kind in NAMES)  # the rest lies underneath
         spans = [(box.start, box.end - box.start) for box in boxes]
-        colours = [palette[box.kind, box.chunk] for box in boxes]
+        colours = [colour(box.kind, box.chunk, last_chunk) for box in boxes]
         many = len(boxes) > 300  # then as pixels: the file would have many megabytes
-        axes.broken_barh(spans, (rank - 0.46, 0.92), facecolors=colours, edgecolors="w", linewidth=0.5, rasterized=many)
+        axes.broken_barh(spans, (rank - 0.46, 0.92), facecolors=colours, edgecolors="k", linewidth=0.3, rasterized=many)
         for box in boxes:
             room = (box.end - box.start) * inches / 0.09  # in characters; the ' are narrow
             names = [name for name in (str(box), str(box.microbatch)) if len(name.rstrip("'")) < room]
             if box.kind in NAMES and names:
-                axes.text((box.start + box.end) / 2, rank, names[0], ha="center", va="center", fontsize=7)
+                axes.text((box.start + box.end) / 2, rank, names[0], color="k", ha="center", va="center", fontsize=7)
     stages = [sorted({box.stage for box in boxes if box.kind in NAMES}) for boxes in rows]
     axes.set_yticks(range(len(rows)), [f"rank {r}, stage {', '.join(map(str, s))}" for r, s in enumerate(stages)])
     axes.set_ylim(len(rows) - 0.4, -0.6)
@@ -198,32 +224,33 @@ def draw_rows(axes, rows, palette, inches):
 
 def draw(path, pictures, unit):
     """`pictures`, each (title, Timetable or Trace), above each other on one time axis, into the file `path`."""
-    from matplotlib import rcParams
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    rcParams["svg.fonttype"] = "none"  # text stays text: small, and can be searched
     boxes = [box for _, played in pictures for row in played.boxes for box in row]
     start, end = min(box.start for box in boxes), max(box.end for box in boxes)
-    last = max(box.chunk for box in boxes)
-    shades = [1 - 0.6 * chunk / max(1, last) for chunk in range(last + 1)]  # later chunks are lighter
-    palette = {(kind, c): (COLOURS[kind], shade) for kind in COLOURS for c, shade in enumerate(shades)}
+    # The rest is mostly far too short to be seen: many messages being posted.
+    boxes = {box for box in boxes if box.kind in NAMES or box.end - box.start > (end - start) / 400}
+    last_chunk = max(box.chunk for box in boxes)
     durations = sorted(box.end - box.start for box in boxes if box.kind in NAMES)
     width = min(max(8, 0.28 * (end - start) / durations[len(durations) // 4] + 1.5), 40)
     height = 0.8 + sum(0.6 + 0.4 * len(played.boxes) for _, played in pictures)
-    figure = Figure(figsize=(width, height), layout="constrained")
-    rows = figure.subplots(len(pictures), sharex=True, squeeze=False).flat
-    for axes, (title, played) in zip(rows, pictures, strict=True):
-        axes.set_xlim(start, end)
-        draw_rows(axes, played.boxes, palette, inches=(width - 1.5) / (end - start))
-        figures = f"step time {number(played.step_time)}{unit}, bubble {float(played.bubble):.1%} (idle / step time)"
-        axes.set_title(f"{title}: {figures}", loc="left", fontsize=10)
-    axes.set_xlabel(f"time ({unit.strip()})" if unit else "time (F, I and W of a rank's share as in --costs)")
-    kinds = {box.kind for box in boxes}
-    legend = [Patch(color=COLOURS[kind], label=NAMES.get(kind, kind)) for kind in COLOURS if kind in kinds]
-    legend += [Patch(color=palette["F", c], label=f"F of chunk {c}") for c in range(1, last + 1)]
-    figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), frameon=False)
-    figure.savefig(path)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        rows = figure.subplots(len(pictures), sharex=True, squeeze=False).flat
+        for axes, (title, played) in zip(rows, pictures, strict=True):
+            axes.set_xlim(start, end)
+            seen = [[box for box in row if box in boxes] for row in played.boxes]
+            draw_rows(axes, seen, last_chunk, inches=(width - 1.5) / (end - start))
+            figures = f"step time {number(played.step_time)}{unit}, bubble {float(played.bubble):.1%}"
+            axes.set_title(f"{title}: {figures} (idle / step time)", loc="left", fontsize=10)
+        axes.set_xlabel(f"time ({unit.strip()})" if unit else "time (F, I and W of a rank's share as in --costs)")
+        kinds = {box.kind for box in boxes}
+        legend = [Patch(color=COLOURS[kind], label=NAMES.get(kind, kind)) for kind in COLOURS if kind in kinds]
+        legend += [Patch(color=colour("F", c, last_chunk), label=f"F of chunk {c}") for c in range(1, last_chunk + 1)]
+        figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), frameon=False)
+        figure.savefig(path)
 
 
 # --- command line -----------------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def train_on_layout(
         norm = data_parallel.clip_gradients(clip)
         if step == 0:
             for bucket in data_parallel.buckets if zero1 else []:  # every rank has reduced its own shard only
-                dist.all_gather_single(bucket.gradients, bucket.master.grad.clone(), group=manager.dp_group)
+                dist.all_gather_single(bucket.gradients, bucket.gradient.clone(), group=manager.dp_group)
             result["gradients"] = snapshot(model, gradients=True)
         optimizer.step()
         data_parallel.publish()

@@ -91,7 +91,7 @@ def train_odd(rank_independent_reference, accumulation):
     module = Odd().double()
     data = torch.randn(3, accumulation, 2, 5, 6, dtype=torch.float64)  # [step, micro-batch, dp rank, rows, features]
     wrapper = DataParallelBucket(module, bucket_elements=1)
-    optimizer = wrapper.optimizer(weight_decay=0.1, lr=0.01)
+    optimizer = wrapper.optimizer(weight_decay=0.1, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
     gradients = {}
     for step in range(3):
         wrapper.zero_grad()
@@ -148,7 +148,7 @@ def test_replicated_parameters_count_once_in_the_norm(pool, layout):
 def describe_buckets(zero1, dtype):
     pgm.setup_process_group_manager(1, 1, dist.get_world_size())
     wrapper = DataParallelBucket(nn.Linear(10, 7).to(dtype), zero1)
-    optimizer = wrapper.optimizer(weight_decay=0.1, lr=0.01)
+    optimizer = wrapper.optimizer(weight_decay=0.1, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
     wrapper.zero_grad()
     wrapper(torch.ones(2, 10, dtype=dtype)).sum().backward()
     wrapper.finish_grad_sync()
@@ -188,7 +188,7 @@ def move_with_a_small_rate(dtype):
     torch.manual_seed(0)
     module = nn.Linear(64, 64, bias=False).to(dtype)
     wrapper = DataParallelBucket(module)
-    optimizer = wrapper.optimizer(weight_decay=0.0, lr=1e-5)
+    optimizer = wrapper.optimizer(weight_decay=0.0, lr=1e-5, betas=(0.9, 0.999), eps=1e-8)
     before = module.weight.detach().clone()
     x = torch.randn(32, 64).to(dtype)
     for _ in range(100):

@@ -64,15 +64,15 @@ MUTATIONS = {  # file, what is there, what replaces it, a layout and options who
         "data_parallel.py", 'and not getattr(parameter, "is_copy", False)', "", PP, {},
     ),
     "tied gradients not summed": (
-        "data_parallel.py", "dist.all_reduce(gradient, group=pgm.process_group_manager.embedding_group)", "pass",
+        "data_parallel.py", "dist.all_reduce(self.gradient, group=pgm.process_group_manager.embedding_group)", "pass",
         PP, {},
     ),
     "norm weights not summed over tp": (
-        "data_parallel.py", "dist.all_reduce(gradient, group=pgm.process_group_manager.tp_group)", "pass",
+        "data_parallel.py", "dist.all_reduce(self.gradient, group=pgm.process_group_manager.tp_group)", "pass",
         TP, SEQUENCE_PARALLEL,
     ),
-    "no all-reduce in f": ("tensor_parallel.py", "dist.all_reduce(grad, group=ctx.group)", "pass", TP, {}),
-    "no all-reduce in g": ("tensor_parallel.py", "dist.all_reduce(x, group=group)", "pass", TP, {}),
+    "no all-reduce in f": ("tensor_parallel.py", "all_reduce(grad, ctx.group)", "pass", TP, {}),
+    "no all-reduce in g": ("tensor_parallel.py", "all_reduce(x, group)\n        return x", "return x", TP, {}),
     "no sum in reduce-scatter": (
         "tensor_parallel.py", "dist.reduce_scatter_single(mine, parts.contiguous(), group=group)",
         "mine.copy_(parts[group.rank() * x.size(0) :][: x.size(0)])", TP, SEQUENCE_PARALLEL,

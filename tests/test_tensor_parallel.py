@@ -103,14 +103,17 @@ def model_gradients(tp, sequence_parallel, config, tokens, targets):
 class Collectives(TorchDispatchMode):
     """Lists every collective, whoever calls it, as (name, elements of its largest tensor)."""
 
-    NAMES = {"allreduce_": "all-reduce", "_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter"}
+    NAMES = {
+        "allreduce_": "all-reduce", "_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter",
+        "recv_": "all-reduce",  # with the "send" before it, that of two ranks
+    }  # fmt: skip
 
     def __init__(self):
         super().__init__()
         self.seen = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d":
+        if function.namespace == "c10d" and function.name() != "c10d::send":
             name = function.name().removeprefix("c10d::")
             tensors = itertools.chain.from_iterable(arg if isinstance(arg, list) else [arg] for arg in args)
             sizes = [tensor.numel() for tensor in tensors if isinstance(tensor, torch.Tensor)]

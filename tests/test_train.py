@@ -70,11 +70,15 @@ def test_every_layout_logs_the_same_run(run, tmp_path):
     expected_file, file = tmp_path / "one.jsonl", tmp_path / "four.jsonl"
     alone = run.start(0, f"logging.metrics_file={expected_file}", *evaluate)
     layout = ("distributed.tp_size=2", "distributed.dp_size=2", "training.gradient_accumulation_steps=2")
-    layout += ("distributed.zero1=true", "distributed.sequence_parallel=true", "model.recompute=layer")
-    process = run(4, f"logging.metrics_file={file}", *layout, *evaluate)
+    layout += ("distributed.zero1=true", "distributed.sequence_parallel=true")
+    process = run(4, f"logging.metrics_file={file}", *layout, *evaluate, env={"PYTHONPROFILEIMPORTTIME": "1"})
     assert process.returncode == 0, process.err
     printed_alone, errors = alone.communicate(timeout=100)
     assert alone.returncode == 0, errors
+    imported = set(re.findall(r"import time:.*\| +([\w.]+)$", process.err, re.M))
+    assert "torch" in imported
+    unused = {"torch._dynamo", "sympy", "transformers", "datasets", "wandb", "matplotlib", "huggingface_hub"}
+    assert not imported & unused  # seconds of start-up on every rank
     for ours, expected in zip(metrics_of(file), metrics_of(expected_file), strict=True):
         assert ours.keys() == expected.keys()
         for key in expected.keys() & {"loss", "grad_norm", "validation_loss", "learning_rate"}:
@@ -92,7 +96,7 @@ def test_every_layout_logs_the_same_run(run, tmp_path):
 def test_schedules_and_transfers_and_trace(run, tmp_path):
     trace = tmp_path / "out" / "trace.json"
     process = run(2, "distributed.pp_size=2", "distributed.pp_engine=zb_v", f"logging.trace_file={trace}",
-                  "logging.show_transfers=true", "training.steps=2")  # fmt: skip
+                  "logging.show_transfers=true", "training.steps=2", "model.recompute=layer")  # fmt: skip
     assert process.returncode == 0, process.err
     # 4 micro-batches over 4 stages: 2 boundaries between ranks, each crossed forward and backward, in 2 steps.
     assert len(re.findall(r"^tick \d+ \| [FI]\d'?: stage \d → \d \(rank \d → \d\)$", process.out, re.M)) == 4 * 4 * 2

@@ -169,32 +169,40 @@ def layers_swapped(patch, model):
         layers["0"], layers["1"] = layers["1"], layers["0"]
 
 
-def scale(model, factor, choose):
-    for name, parameter in model.named_parameters():
-        if choose(name):
-            parameter.register_hook(lambda gradient: gradient * factor)
+def scale(patch, model, factor, choose):
+    """Multiplies the gradients that backward leaves in the parameters whose names are chosen."""
+    original = ScheduleRun.run
+
+    def run_and_scale(run, program):
+        loss = original(run, program)
+        for name, parameter in run.model.named_parameters() if run.model is model else ():
+            if choose(name):
+                parameter.grad.mul_(factor)
+        return loss
+
+    patch.setattr(ScheduleRun, "run", run_and_scale)
 
 
 def stage_1_gets_nothing(patch, model):
     if 1 in model.stages:
-        scale(model, 0, lambda name: True)
+        scale(patch, model, 0, lambda name: True)
 
 
 def stage_1_gets_nan(patch, model):
     if 1 in model.stages:
-        scale(model, float("nan"), lambda name: True)
+        scale(patch, model, float("nan"), lambda name: True)
 
 
 def one_weight_scaled(patch, model):
-    scale(model, 3, lambda name: name == UP_PROJ)
+    scale(patch, model, 3, lambda name: name == UP_PROJ)
 
 
 def one_weight_off_by_a_thousandth(patch, model):
-    scale(model, 1.001, lambda name: name == UP_PROJ)
+    scale(patch, model, 1.001, lambda name: name == UP_PROJ)
 
 
 def one_kind_turned(patch, model):
-    scale(model, -1, lambda name: name.endswith("q_proj.weight"))
+    scale(patch, model, -1, lambda name: name.endswith("q_proj.weight"))
 
 
 def micro_batch_1_of_stage_0_lost(patch, model):
@@ -217,12 +225,12 @@ def norm_doubled(patch, model):
 
 def stages_1_to_3_times_4(patch, model):
     if 0 not in model.stages:
-        scale(model, 4, lambda name: True)
+        scale(patch, model, 4, lambda name: True)
 
 
 def norms_of_tp_rank_1_nudged(patch, model):
     if pgm.process_group_manager.tp_rank == 1:
-        scale(model, 1 + 1e-15, lambda name: name == "final_norm.weight")
+        scale(patch, model, 1 + 1e-15, lambda name: name == "final_norm.weight")
 
 
 NOT_FORWARD = "the loss is right: look at the backward pass first, and at sums of gradients over ranks"

@@ -383,3 +383,17 @@ def test_picture_of_a_trace_is_measured_over_predicted(run, tmp_path):
     for box in timetable.boxes[0]:
         assert texts.count(str(box)) == 2 * 2  # on both ranks, measured and predicted
     assert {"waiting", "other", "time (ms)"} <= set(texts)
+
+
+def test_what_is_too_short_to_be_seen_is_not_drawn(run, tmp_path):
+    path, pictures = tmp_path / "trace.json", [tmp_path / "with.svg", tmp_path / "without.svg"]
+    write_trace(path)
+    content = json.loads(path.read_text())
+    events = [event for event in content["traceEvents"] if event.get("cat") != "optimizer"]
+    short = [{**event, "cat": "send", "dur": 1} for event in events if event.get("cat") == "F"]
+    for picture, all_events in zip(pictures, (events + short, events), strict=True):
+        path.write_text(json.dumps(content | {"traceEvents": all_events}))
+        run(path, "-o", picture)
+    assert texts_of(pictures[0]) == texts_of(pictures[1])
+    assert "other" not in texts_of(pictures[0])
+    assert pictures[0].read_text().count("<path") == pictures[1].read_text().count("<path")
