@@ -99,6 +99,7 @@ def kind_of(block):
 class Ran:
     """A command that was run."""
 
+    folder: Path
     command: str
     exit_code: int
     output: str
@@ -126,8 +127,9 @@ def run(command, folder):
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output = process.communicate()[0] + f"\nnot done after {TIMEOUT} s"
-    ran.append(Ran(command, process.returncode, output, time.perf_counter() - started))
-    return ran[-1]
+    result = Ran(folder, command, process.returncode, output, time.perf_counter() - started)
+    ran.append(result)
+    return result
 
 
 def copy_project(folder, cache):
@@ -254,6 +256,9 @@ def wrong_mentions(text, folder):
     blocks = read_blocks(text)
     prose = re.sub(r"(?m)^    .*$", "", text)
     commands = "\n".join(block.text for block in blocks if block.kind == "shell")
+    for line in prose.splitlines():
+        if line.count("`") % 2:
+            yield f"inline code goes over the end of the line {line!r}"
     code = re.findall(r"`([^`\n]+)`", prose)
     links = re.findall(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"", prose)
     for link in filter(None, sum(links, ())):
