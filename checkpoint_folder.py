@@ -111,7 +111,7 @@ def write_shard(path, tensors):
 def write_folder(final, write_share, write_rest, keep=None):
     """Every rank calls write_share(folder), which returns {file name: SHA-256}, then rank 0 write_rest(folder).
 
-    Then the folder becomes `final`, and of all such folders only the newest `keep` stay (None: all).
+    Then the folder becomes `final`, and of all whole ones only the newest `keep` stay (None: all).
     """
     temporary = on_all_ranks(_make_temporary, final, only=0)[0]
     try:
@@ -145,7 +145,7 @@ def _publish(temporary, final, sums, keep):
         final.rename(final.with_suffix(".old"))
     temporary.rename(final)
     _sync_folder(final.parent)
-    others = [path for path in _checkpoints_in(final.parent) if path.stem != final.name]
+    others = [path for path in _checkpoints_in(final.parent) if path.stem != final.name and (path / SUMS).exists()]
     for path in others[keep - 1 :] if keep else []:
         path.rename(_hidden(path))
     _clean_up(final.parent)

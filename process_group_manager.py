@@ -10,6 +10,7 @@ whether it is there.
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -65,14 +66,34 @@ def join_processes(device, timeout_seconds):
     else:
         # Ranks come here at different times: one may have tokenised for an hour. So they wait for each other outside
         # of any collective, whose timeout then only has to cover a training step.
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=LATE_START))
-        if store.add("arrived", 1) == world_size:
-            store.set("all_arrived", "1")
-        store.wait(["all_arrived"], LATE_START)
+        shared, rank, world_size = next(dist.rendezvous("env://", timeout=LATE_START))
+        store = wait_for_all(shared, rank, world_size)
         threading.Thread(target=answer_roll_call, args=(rank,), daemon=True).start()
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def wait_for_all(shared, rank, world_size):
+    """The part of the store that belongs to this start of the ranks; torchrun keeps its store over --max-restarts, and
+    what an earlier start left there would mislead this one. Returns when all ranks have come.
+    """
+    me = secrets.token_hex(8)
+    if rank == 0:  # names the start, and welcomes the others when the last of them has said hello
+        mine = dist.PrefixStore(me, shared)
+        shared.set("start", me)
+        names = [mine.get(f"hello/{other}") for other in range(1, world_size)]
+        for other, name in enumerate(names, start=1):
+            mine.set(f"welcome/{other}", name)
+        return mine
+    start = None
+    while True:
+        if (latest := shared.get("start")) != start:  # if still an earlier start's: its welcome is to another process
+            start, mine = latest, dist.PrefixStore(latest.decode(), shared)
+            mine.set(f"hello/{rank}", me)
+        if mine.check([f"welcome/{rank}"]) and mine.get(f"welcome/{rank}").decode() == me:
+            return mine
+        time.sleep(0.05)
 
 
 class ProcessGroupManager:
@@ -149,7 +170,7 @@ def answer_roll_call(rank):
     while not ending:
         if store_is_gone():
             with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as turn:
-                turn.bind(("", store.port))  # only the first on each machine gets it
+                turn.bind(("", store_address()[1]))  # only the first on each machine gets it
                 print("rank 0 does not answer any more; the run ends", file=sys.stderr, flush=True)
                 time.sleep(PATIENCE)
             os._exit(1)
@@ -163,13 +184,17 @@ def answer_roll_call(rank):
 def store_is_gone():
     """Whether rank 0 is gone and took the store along; torchrun's own outlives the ranks."""
     # By a connection, since a call to a store that is gone prints pages from C++.
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not isinstance(store, dist.TCPStore):
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not isinstance(store, dist.PrefixStore):
         return False
     try:
-        socket.create_connection((store.host, store.port), timeout=PATIENCE).close()
+        socket.create_connection(store_address(), timeout=PATIENCE).close()
     except OSError:
         return True
     return False
+
+
+def store_address():
+    return store.underlying_store.host, store.underlying_store.port
 
 
 def is_echo(error):

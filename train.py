@@ -179,7 +179,7 @@ def train(run, validation_data, device):
     if traced_step and run.step < traced_step:
         say("warning: the run ended before logging.trace_step: no trace")
     if bad_steps:
-        pgm.stop_all(f"the last {bad_steps} steps were not finite: not saved")
+        pgm.stop_all(f"not saved: the loss or gradient of the last step was not finite ({bad_steps} in a row)")
     run.save()
     log.close()
 

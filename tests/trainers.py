@@ -1,9 +1,10 @@
 """Real runs of train.py whose processes start in a fraction of a second: forked from the test's, not by torchrun.
 
-    with Trainers(4, ["--config", ...], folder) as run:
-        run.wait_for("step     2")
-        run.kill(3)
-        run.exit_codes(timeout=20), run.output()
+    run = Trainers(4, ["--config", ...], tmp_path / "output")
+    run.wait_for("step     2")
+    run.kill(3)
+    run.exit_codes(timeout=20), run.output()
+    run.end()
 
 The processes have torchrun's environment and its store (`agent=False`: rank 0 has the store, as without torchrun). They
 share one output file. What torchrun also does, ending the others when one has failed, is left to the test.
@@ -18,7 +19,6 @@ import signal
 import socket
 import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ def train_as_rank(rank, arguments, output, environment):
 
 
 class Trainers:
-    def __init__(self, world_size, arguments, folder, agent=True, **environment):
+    def __init__(self, world_size, arguments, output, agent=True, **environment):
         for module in PRELOADED:
             importlib.import_module(module)
         with socket.socket() as free:
@@ -55,8 +55,7 @@ class Trainers:
             WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
             TORCHELASTIC_USE_AGENT_STORE=str(agent),
         )  # fmt: skip
-        self.path = Path(folder, "output")
-        self.path.unlink(missing_ok=True)
+        self.path = output
         self.processes = [
             FORK.Process(target=train_as_rank, args=(rank, arguments, self.path, environment), daemon=True)
             for rank in range(world_size)
@@ -88,10 +87,8 @@ class Trainers:
             assert not process.is_alive(), f"rank {rank} is there after {timeout} s; the output:\n{self.output()}"
         return [process.exitcode for process in self.processes]
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
+    def end(self):
         for process in self.processes:
             process.kill()
+        for process in self.processes:
             process.join()
