@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-import process_group_manager as pgm
+import failure
 from checkpoint import load_checkpoint, load_weights, save_checkpoint
 from checkpoint_folder import find_checkpoint, lock_save_dir, on_all_ranks
 from data import cache_key
@@ -102,6 +102,6 @@ class Run:
         try:
             save_checkpoint(checkpoint.save_dir, *parts, state, self.tokenizer, checkpoint.keep)
         except (ValueError, OSError) as problem:
-            pgm.stop_all(problem)
+            failure.stop_all(problem)
         self.saved_step = self.step
         say(f"saved step {self.step} in {checkpoint.save_dir}")

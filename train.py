@@ -17,6 +17,7 @@ import zlib
 import torch
 import torch.distributed as dist
 
+import failure
 import process_group_manager as pgm
 from checkpoint_folder import find_weights
 from config import check_world_size, load_config, stop
@@ -66,6 +67,7 @@ def set_up(config):
         except ValueError as problem:
             raise ValueError(f"for validation: {problem}") from None
     pgm.join_processes(device, distributed.timeout_seconds)
+    failure.watch()
     pgm.setup_process_group_manager(distributed.tp_size, distributed.pp_size, distributed.dp_size, device)
     if ":" in distributed.pp_engine:  # a schedule of the user's own might depend on the process that makes it
         lists = timetable_of(config).lists
@@ -174,11 +176,11 @@ def train(run, validation_data, device):
             where = run.data_parallel.where_not_finite()
             say(f"step {run.step} is not applied: loss {loss:.4g}, gradient norm {grad_norm:.4g}; {where}")
             if bad_steps == training.max_bad_steps:
-                pgm.stop_all(f"{bad_steps} steps in a row were not finite (training.max_bad_steps)")
+                failure.stop_all(f"{bad_steps} steps in a row were not finite (training.max_bad_steps)")
     if traced_step and run.step < traced_step:
         say("warning: the run ended before logging.trace_step: no trace")
     if bad_steps:
-        pgm.stop_all(f"not saved: the loss or gradient of the last step was not finite ({bad_steps} in a row)")
+        failure.stop_all(f"not saved: the loss or gradient of the last step was not finite ({bad_steps} in a row)")
     run.save()
     log.close()
 
@@ -220,19 +222,19 @@ def main(arguments=None):
             run = Run(config, device, train_data)
             run.restore()
     except (ValueError, OSError) as problem:
-        pgm.stop_all(problem) if dist.is_initialized() else stop(problem)
+        failure.stop_all(problem) if dist.is_initialized() else stop(problem)
     except Exception as error:
-        pgm.report_failure(error)
+        failure.report_failure(error)
     try:
         if arguments.verify:
             exit_code = verify(config, build_model(config, device), train_data, device)
         else:
             train(run, validation_data, device)
             exit_code = 0
-        pgm.ending = True
+        failure.ending = True
         dist.barrier()  # nobody leaves while others still read from it
     except Exception as error:
-        pgm.report_failure(error)
+        failure.report_failure(error)
     return exit_code
 
 
