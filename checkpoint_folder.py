@@ -158,9 +158,15 @@ def _hidden(path):
 
 def _clean_up(save_dir):
     """Deletes what a killed run left over, what `keep` gave up, and what was replaced."""
-    replaced = [path for path in _checkpoints_in(save_dir) if path.suffix and path.with_suffix("").exists()]
-    for path in [*replaced, *save_dir.glob(".tmp-step_*")]:
-        path.unlink() if path.is_symlink() else shutil.rmtree(path)
+    for path in save_dir.glob(".tmp-step_*"):
+        _delete(path)
+    for path in _checkpoints_in(save_dir):
+        if path.suffix and path.with_suffix("").exists():
+            _delete(path.rename(_hidden(path)))  # hidden first: what is half deleted must not look like a checkpoint
+
+
+def _delete(path):
+    path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
 
 def _sync_folder(path):

@@ -30,7 +30,7 @@ class Kind(NamedTuple):
 
     decay: bool  # weight decay applies: matrices, but neither norm weights nor biases
     has_copy: bool  # tied embedding with a copy at the other end of the pipeline: the two gradients are summed
-    partial_over_tp: bool  # the gradient covers this tp rank's part of the sequence only: summed over tp
+    partial_over_tp: bool  # the gradient is that of this tp rank's tokens (or heads) only: summed over tp
     counted: bool  # this rank counts it in the gradient norm: of replicas and copies, one rank does
 
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import failure  # noqa: E402
 import train  # noqa: E402
 from benchmarks.memory import resident  # noqa: E402
 from checkpoint import LocalState, load_checkpoint, save_checkpoint  # noqa: E402

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-import process_group_manager as pgm
+import failure
 from checkpoint import read_trainer_state
 from checkpoint_folder import verify_checkpoint
 from trainers import Trainers
@@ -240,7 +240,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint(number, start, tmp_path):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(pgm, "PATIENCE", 1.0)  # the processes are forked: they have it too
+    monkeypatch.setattr(failure, "PATIENCE", 1.0)  # the processes are forked: they have it too
 
 
 @pytest.mark.parametrize(("victim", "agent"), [(2, True), (2, False), (0, False)], ids=str)
