@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ("python", "torchrun", "make", "git", "pytest")
 DIRECTIVES = ("append", "replace", "edit", "exit", "plan", "skip", "file", "numbers")
 MADE_BY_READERS = ("my.txt",)  # what a page says is the reader's own
+FOLDERS = ("docs", "benchmarks", "tests")  # beside the top level: whose names a page may name
 TIMEOUT = 120  # seconds for one command
 
 
@@ -234,7 +235,7 @@ def missing_line(excerpt, output, numbers_vary=False):
 def identifiers():
     """Every name in the code, such keys of dictionaries and names of files as are strings, and {class: its names}."""
     names, classes = set(), {}
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("docs/**/*.py"), *ROOT.glob("benchmarks/*.py")]:
+    for path in [*ROOT.glob("*.py"), *(path for part in FOLDERS for path in ROOT.glob(f"{part}/**/*.py"))]:
         names.add(path.stem)
         for node in ast.walk(ast.parse(path.read_text())):
             for attribute in ("id", "attr", "name", "arg"):

@@ -49,7 +49,7 @@ class RandomMicroBatches:
 def train_on_layout(
     tp=1, pp=1, dp=1, *, config, engine="1f1b", chunks=1, microbatches=4, steps=1, clip=None, dtype=torch.float64,
     pp_layers=None, zero1=False, sequence_parallel=False, bucket_elements=1000, recompute_every=0,
-    logits_bytes=pipeline_parallel.LOGITS_BYTES,
+    logits_bytes=pipeline_parallel.LOGITS_BYTES, lr=0.001, micro_batches_of=RandomMicroBatches,
 ):  # fmt: skip
     """Trains on this worker's rank of the layout. Returns what `assemble` puts together."""
     manager = pgm.process_group_manager or pgm.setup_process_group_manager(tp, pp, dp)
@@ -58,8 +58,8 @@ def train_on_layout(
     model = PipelineParallel(model, engine, chunks, pp_layers, recompute_every)
     materialize(model, config, seed=1, device=torch.device("cpu"))
     data_parallel = DataParallelBucket(model, zero1, bucket_elements)
-    optimizer = data_parallel.optimizer(weight_decay=0.1, lr=0.001, betas=(0.9, 0.95), eps=1e-8)
-    data_loader = RandomMicroBatches(config.vocab_size, microbatches, manager.dp_rank, dp)
+    optimizer = data_parallel.optimizer(weight_decay=0.1, lr=lr, betas=(0.9, 0.95), eps=1e-8)
+    data_loader = micro_batches_of(config.vocab_size, microbatches, manager.dp_rank, dp)
     shapes = (MICRO_BATCH_SIZE, SEQ_LENGTH // (tp if sequence_parallel else 1), config.hidden_size)
     result = {"losses": [], "norms": [], "initial": snapshot(model)}
     for step in range(steps):
@@ -77,15 +77,29 @@ def train_on_layout(
         result["losses"].append(loss.item())
         result["norms"].append(norm.item())
     result["final"] = snapshot(model)
+    result["masters"] = snapshot(model, of=masters(data_parallel))
     return result
 
 
-def snapshot(model, gradients=False):
-    """{name: (this rank's part, its place in the full tensor or None)}."""
+def snapshot(model, gradients=False, of=None):
+    """{name: (this rank's part, its place in the full tensor or None)} of parameters, or what `of` has for them."""
+    parts = of or {p: p.grad if gradients else p for p in model.parameters()}
     return {
-        name: ((parameter.grad if gradients else parameter).detach().clone(), getattr(parameter, "shard", None))
+        name: (parts[parameter].detach().clone(), getattr(parameter, "shard", None))
         for name, parameter in named_parameters(model)
     }
+
+
+def masters(data_parallel):
+    """{parameter: the values that the optimizer works on, float32 where the parameter is bfloat16}."""
+    parts = {}
+    for bucket in data_parallel.buckets:
+        whole = bucket.master
+        if data_parallel.zero1:
+            whole = torch.empty(bucket.values.shape, dtype=whole.dtype)
+            dist.all_gather_single(whole, bucket.master, group=pgm.process_group_manager.dp_group)
+        parts.update(zip(bucket.parameters, bucket.views(whole), strict=True))
+    return parts
 
 
 def assemble(snapshots):
@@ -117,14 +131,15 @@ def train_cases(layout, cases):
 def run_cases(pool, layout, cases):
     """`train_on_layout` for each of `cases` (its keyword arguments) on one and the same grid of workers.
 
-    Yields of each: losses, norms, and full tensors `initial`, `gradients`, `final`.
+    Yields of each: losses, norms, and full tensors `initial`, `gradients`, `final`, and `masters` of a bfloat16 model.
     """
     by_rank = pool.run(math.prod(layout), train_cases, layout, cases, timeout=60 + 5 * len(cases))
-    for results in zip(*by_rank, strict=True):
+    for case, *results in zip(cases, *by_rank, strict=True):
         for key in ("losses", "norms"):
             assert all(result[key] == results[0][key] for result in results), f"ranks report different {key}"
         combined = {key: results[0][key] for key in ("losses", "norms")}
-        for key in ("initial", "gradients", "final"):
+        keys = ("initial", "gradients", "final", "masters")
+        for key in keys if case.get("dtype") is torch.bfloat16 else keys[:-1]:
             combined[key] = assemble([result[key] for result in results])
         yield combined
 
@@ -133,15 +148,17 @@ def run(pool, tp=1, pp=1, dp=1, **options):
     return next(run_cases(pool, (tp, pp, dp), [options]))
 
 
-def train_plainly(config, microbatches=4, steps=1, clip=None, dtype=torch.float64):
-    """The reference: no code of ours but `model.py`."""
-    model = materialize(build_on_meta(config, dtype), config, seed=1, device=torch.device("cpu"))
+def train_plainly(config, microbatches=4, steps=1, clip=None, dtype=torch.float64, rounded_to=None, lr=0.001):
+    """The reference: no code of ours but `model.py`. Initial weights are those of a model of dtype `rounded_to`."""
+    model = materialize(build_on_meta(config, rounded_to or dtype), config, seed=1, device=torch.device("cpu")).to(
+        dtype
+    )
     parameters = dict(model.named_parameters())
     groups = [
         {"params": [p for p in parameters.values() if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=0.001, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8)
     data_loader = RandomMicroBatches(config.vocab_size, microbatches)
     result = {"losses": [], "norms": [], "initial": {name: p.detach().clone() for name, p in parameters.items()}}
     for step in range(steps):

@@ -1,9 +1,10 @@
-"""The tests notice: with one division, sum or order taken out of the project's arithmetic, the layout tests fail.
+"""The tests notice: with one division, sum, order or dtype of the project's arithmetic changed, a test fails.
 
 The change is on the ranks only: they import the changed file, while the test's own process compares with plain PyTorch
-and the model as it is.
+and the model as it is. The tests that have to fail are those of test_layouts.py and test_bfloat16.py.
 """
 
+import functools
 import importlib
 import math
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import test_bfloat16
 from test_layouts import PROBLEMS, check
 from workers import WorkerPool
 
@@ -95,6 +97,25 @@ MUTATIONS = {  # file, what is there, what replaces it, a layout and options who
 }  # fmt: skip
 
 
+like_float32 = test_bfloat16.test_layout_trains_like_float32_but_for_rounding
+same_again = test_bfloat16.test_eight_times_the_same_micro_batch_is_that_micro_batch
+PUBLISH, READY = "mine.copy_(self.master)", "self.arrived += 1"
+START = 'assert self.work is None, "a bucket is reduced once a step"'
+BFLOAT16_MUTATIONS = {  # what is there, a line that comes after it, a layout and a test that has to fail on it
+    "no float32 master weights": (PUBLISH, "self.master.copy_(mine)", (1, 1, 1), like_float32),
+    "no float32 master weights, zero1": (PUBLISH, "self.master.copy_(mine)", DP, like_float32),
+    "gradients summed in bfloat16": (
+        READY, "_parameter.grad.copy_(_parameter.grad.bfloat16())",
+        (1, 1, 1), functools.partial(same_again, options={}),
+    ),
+    "gradients of W summed in bfloat16": (
+        READY, "_parameter.grad.copy_(_parameter.grad.bfloat16())",
+        PP, functools.partial(same_again, options=dict(engine="zb_h1")),
+    ),
+    "all-reduce over dp in bfloat16": (START, "self.gradients.copy_(self.gradients.bfloat16())", DP, like_float32),
+}  # fmt: skip
+
+
 def import_from(folder, file):
     """On a rank: from now on the project's modules are loaded anew, from `folder` where it has them."""
     for name, module in list(sys.modules.items()):
@@ -106,29 +127,43 @@ def import_from(folder, file):
     return importlib.import_module(Path(file).stem).__file__
 
 
-def check_with(folder, file, layout, options):
-    """What test_layouts.py does with this layout and options, untied and tied, on ranks with `file` from `folder`."""
-    pool, size = WorkerPool(), dict(num_hidden_layers=2, vocab_size=64, microbatches=2 * layout[2])
+def on_changed_ranks(folder, file, old, new, layout, test):
+    """Runs `test(pool, layout)` on ranks where `new` stands in `file` for `old`."""
+    source = (ROOT / file).read_text()
+    assert source.count(old) == 1, "the mutation no longer fits the source"
+    (folder / file).write_text(source.replace(old, new))
+    pool = WorkerPool()
     try:
-        loaded = pool.run(math.prod(layout), import_from, str(folder), file)
-        assert set(loaded) == {str(folder / file)}
-        check(pool, layout, [(problem | size, options) for problem in (PROBLEMS[0], PROBLEMS[-1])])
+        assert set(pool.run(math.prod(layout), import_from, str(folder), file)) == {str(folder / file)}
+        test(pool, layout)
     finally:
         pool.close()
 
 
+def train_like_plain_pytorch(pool, layout, options):
+    """As test_layouts.py has it with this layout and options, untied and tied."""
+    size = dict(num_hidden_layers=2, vocab_size=64, microbatches=2 * layout[2])
+    check(pool, layout, [(problem | size, options) for problem in (PROBLEMS[0], PROBLEMS[-1])])
+
+
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mutation_fails_the_test_of_its_layout(name, tmp_path):
-    file, old, new, layout, options = MUTATIONS[name]
-    source = (ROOT / file).read_text()
-    assert source.count(old) == 1, "the mutation no longer fits the source"
-    (tmp_path / file).write_text(source.replace(old, new))
+    *change, layout, options = MUTATIONS[name]
     with pytest.raises(AssertionError, match="off, of|ranks report different|two ranks disagree"):
-        check_with(tmp_path, file, layout, options)
+        on_changed_ranks(tmp_path, *change, layout, functools.partial(train_like_plain_pytorch, options=options))
+
+
+@pytest.mark.parametrize("name", BFLOAT16_MUTATIONS)
+def test_a_mutation_fails_a_test_of_bfloat16(name, tmp_path):
+    old, line, layout, test = BFLOAT16_MUTATIONS[name]
+    with pytest.raises(AssertionError, match="assert") as e:
+        on_changed_ranks(tmp_path, "data_parallel.py", old, f"{old}; {line}", layout, test)
+    print("WHY", name, str(e.value).splitlines()[:3])
 
 
 @pytest.mark.parametrize("layout, options", [(TP, SEQUENCE_PARALLEL), (DP, ZERO1), (PP, {})], ids=str)
 def test_the_same_without_a_mutation_passes(layout, options, tmp_path):
     for file in {file for file, *_ in MUTATIONS.values()}:
         (tmp_path / file).write_text((ROOT / file).read_text())
-    check_with(tmp_path, "data_parallel.py", layout, options)
+    test = functools.partial(train_like_plain_pytorch, options=options)
+    on_changed_ranks(tmp_path, "data_parallel.py", READY, READY, layout, test)

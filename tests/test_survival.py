@@ -26,7 +26,7 @@ CONFIG = {
         "intermediate_size": 48, "vocab_size": 257, "max_position_embeddings": 16,
     },
     "training": {
-        "steps": 20, "seq_length": 16, "micro_batch_size": 1, "gradient_accumulation_steps": 2, "learning_rate": 0.003,
+        "steps": 14, "seq_length": 16, "micro_batch_size": 1, "gradient_accumulation_steps": 2, "learning_rate": 0.003,
         "warmup_steps": 3,
     },
 }  # fmt: skip
@@ -46,7 +46,7 @@ def world_size(layout):
 @pytest.fixture
 def start(tmp_path):
     """start(layout, *overrides) starts the processes of a run; what is written goes below tmp_path."""
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 10)  # some epochs in 20 steps
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 8)  # 11 steps, or fewer
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     runs = []
 
@@ -114,7 +114,7 @@ def numbers_of(metrics_file):
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2_zb_v", "dp2_zero1_bfloat16", "tp2_pp2"])
 def test_killed_at_five_random_moments(layout, start, tmp_path):
-    seed = sorted(LAYOUTS).index(layout)
+    seed = list(LAYOUTS).index(layout)
     print(f"{seed=}")
     chance, expected_dir, save_dir = random.Random(seed), tmp_path / "expected", tmp_path / "saved"
     expected_file, metrics_file = tmp_path / "expected.jsonl", tmp_path / "metrics.jsonl"
@@ -134,10 +134,13 @@ def test_killed_at_five_random_moments(layout, start, tmp_path):
 
     newest = inside_a_save = 0
     overrides = (f"logging.metrics_file={metrics_file}",)
-    for moment in ("start", "step", "save", "step", "save"):
+    for moment in ("start", "step", "save", "step", "save", *20 * ["another save"]):
+        if moment == "another save" and inside_a_save:
+            break
         resume, resume_step = "auto", newest
         if newest > 1 and moment == "save":  # so that the next save replaces a checkpoint
             resume, resume_step = checkpoints(save_dir)[newest - 1], newest - 1
+        leftovers = set(save_dir.glob(".tmp-*"))
         run = start(layout, *saving(save_dir, keep=3, resume=resume), *overrides)
         if moment == "start":
             time.sleep(chance.uniform(0, first_save))
@@ -145,8 +148,7 @@ def test_killed_at_five_random_moments(layout, start, tmp_path):
             run.wait_for(lambda before=newest: newest_step(save_dir) > before)
             time.sleep(chance.uniform(0, 1.5 * one_step))
         else:
-            leftover = set(save_dir.glob(".tmp-*"))
-            run.wait_for(lambda leftover=leftover: set(save_dir.glob(".tmp-*")) - leftover)
+            run.wait_for(lambda before=leftovers: set(save_dir.glob(".tmp-*")) - before)
             time.sleep(chance.uniform(0, 0.5 * one_step))
         run.kill(chance.randrange(world_size(layout)))
         time.sleep(chance.uniform(0, 0.1))
@@ -154,21 +156,22 @@ def test_killed_at_five_random_moments(layout, start, tmp_path):
         check(run, resume_step)
         assert newest_step(save_dir) >= newest, "a checkpoint is gone"
         newest = newest_step(save_dir)
-        inside_a_save += any(save_dir.glob(".tmp-*"))
-        print(f"killed at a {moment}, after step {newest}; leftovers: {sorted(save_dir.glob('.tmp-*'))}")
+        leftovers = [path.name for path in set(save_dir.glob(".tmp-*")) - leftovers]
+        inside_a_save += bool(leftovers)
+        print(f"killed at a {moment}; newest is step {newest}, half written: {leftovers}")
     assert inside_a_save
 
     run = start(layout, *saving(save_dir, keep=3), *overrides)
     output = finished(run, 0)
     assert f"resumed from {save_dir}/step_{newest:08d} at step {newest}\n" in output
     check(run, newest)
-    assert sorted(path.name for path in save_dir.iterdir() if path.is_dir()) == [
-        f"step_{step:08d}" for step in (18, 19, 20)
-    ]
+    last = CONFIG["training"]["steps"]
+    left = sorted(path.name for path in save_dir.iterdir() if path.is_dir())
+    assert left == [f"step_{step:08d}" for step in (last - 2, last - 1, last)]
     # Every line that any of the runs wrote is the uninterrupted run's, and none is missing.
     numbers = numbers_of(metrics_file)
     assert all(expected_numbers[step] == rest for step, rest in by_step(numbers))
-    assert {step for step, _ in by_step(numbers)} == set(range(1, 21))
+    assert {step for step, _ in by_step(numbers)} == set(range(1, last + 1))
 
 
 def by_step(numbers):

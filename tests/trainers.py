@@ -72,7 +72,7 @@ class Trainers:
         holds = condition if callable(condition) else lambda: condition in self.output()
         while not holds() and any(process.is_alive() for process in self.processes):
             assert time.monotonic() < deadline, f"not within {timeout} s; the output:\n{self.output()}"
-            time.sleep(0.002)
+            time.sleep(0.004)
 
     def kill(self, *ranks, number=signal.SIGKILL):
         for rank in ranks:
