@@ -253,9 +253,10 @@ def check_architecture(folder, config, ignored=frozenset()):
         theirs = Config.model_validate({"model": fields}).model
     except ValidationError as error:
         raise ValueError("\n".join(f"{folder}: {explain(finding)}" for finding in error.errors())) from None
-    for key in sorted(type(config).model_fields.keys() - NOT_ARCHITECTURE - ignored):
-        if getattr(config, key) != getattr(theirs, key):
-            raise ValueError(f"model.{key} = {getattr(config, key)}, but {folder} has {getattr(theirs, key)}")
+    keys = sorted(type(config).model_fields.keys() - NOT_ARCHITECTURE - ignored)
+    if other := [key for key in keys if getattr(config, key) != getattr(theirs, key)]:
+        wanted = ", ".join(f"model.{key} = {getattr(config, key)}" for key in other)
+        raise ValueError(f"{wanted}, but {folder} has {', '.join(str(getattr(theirs, key)) for key in other)}")
 
 
 def load_family(folder, family, shards, local):

@@ -1,6 +1,6 @@
 """Folders that many ranks write together and that are there whole or not at all.
 
-    save_dir/.tmp-step_00000010/    being written, or left by a killed run: never read, the next save deletes it
+    save_dir/.tmp-step_00000010-…/  being written, or left by a killed run: never read, the next save deletes it
     save_dir/step_00000010/         whole: SHA256SUMS lists every file, as `sha256sum --check SHA256SUMS` expects it
 
 All files are on the disk before the folder gets its name by a rename, so a process may be killed at any moment. What is
@@ -11,8 +11,9 @@ called by all ranks together, and an error on one of them is raised by all, so n
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from filelock import FileLock, Timeout
 
 import process_group_manager as pgm
+from log import say
 
 SUMS = "SHA256SUMS"
 BLOCK = 2**20  # bytes of one read or write; writes of 64 MiB and more took up to ten times as long (Linux 6.18, ext4)
@@ -47,7 +49,9 @@ def on_all_ranks(function, *arguments, only=None):
 
 
 def lock_save_dir(save_dir):
-    """Makes `save_dir` this run's own, as long as the result is kept. ValueError if another run has it."""
+    """Makes `save_dir` this run's own, as long as the result is kept. ValueError if another run has it, or if a rank
+    has another folder of that name.
+    """
     lock = FileLock(Path(save_dir, ".lock"))
 
     def acquire():
@@ -57,7 +61,13 @@ def lock_save_dir(save_dir):
         except Timeout:
             raise ValueError(f"checkpoint.save_dir = {save_dir}: another run is using it, each needs its own") from None
 
+    def look():
+        if not Path(save_dir, ".lock").exists():
+            other = f"rank {pgm.process_group_manager.global_rank} has another"
+            raise ValueError(f"checkpoint.save_dir = {save_dir}: must be one folder for all ranks, {other}")
+
     on_all_ranks(acquire, only=0)
+    on_all_ranks(look)
     return lock
 
 
@@ -101,11 +111,10 @@ def write_shard(path, tensors):
 def write_folder(final, write_share, write_rest, keep=None):
     """Every rank calls write_share(folder), which returns {file name: SHA-256}, then rank 0 write_rest(folder).
 
-    Then the folder becomes `final`, and of all such folders only the newest `keep` stay (None: all).
+    Then the folder becomes `final`, and of all whole ones only the newest `keep` stay (None: all).
     """
-    temporary = _hidden(final)
+    temporary = on_all_ranks(_make_temporary, final, only=0)[0]
     try:
-        on_all_ranks(lambda: (_clean_up(final.parent), temporary.mkdir(parents=True)), only=0)
         shares = on_all_ranks(write_share, temporary)
         sums = {file: digest for share in shares for file, digest in share.items()}
         assert len(sums) == sum(map(len, shares)), "two ranks wrote the same file"
@@ -114,6 +123,14 @@ def write_folder(final, write_share, write_rest, keep=None):
         if pgm.process_group_manager.global_rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _make_temporary(final):
+    _clean_up(final.parent)
+    # No two runs write to one name: ranks of a killed run may still be writing when the next one saves this step.
+    temporary = _hidden(final).with_name(f"{_hidden(final).name}-{secrets.token_hex(4)}")
+    temporary.mkdir(parents=True)
+    return temporary
 
 
 def _publish(temporary, final, sums, keep):
@@ -128,7 +145,7 @@ def _publish(temporary, final, sums, keep):
         final.rename(final.with_suffix(".old"))
     temporary.rename(final)
     _sync_folder(final.parent)
-    others = [path for path in _checkpoints_in(final.parent) if path.stem != final.name]
+    others = [path for path in _checkpoints_in(final.parent) if path.stem != final.name and (path / SUMS).exists()]
     for path in others[keep - 1 :] if keep else []:
         path.rename(_hidden(path))
     _clean_up(final.parent)
@@ -141,9 +158,15 @@ def _hidden(path):
 
 def _clean_up(save_dir):
     """Deletes what a killed run left over, what `keep` gave up, and what was replaced."""
-    replaced = [path for path in save_dir.glob("step_*.old") if path.with_suffix("").exists()]
-    for path in [*replaced, *save_dir.glob(".tmp-step_*")]:
-        shutil.rmtree(path)
+    for path in save_dir.glob(".tmp-step_*"):
+        _delete(path)
+    for path in _checkpoints_in(save_dir):
+        if path.suffix and path.with_suffix("").exists():
+            _delete(path.rename(_hidden(path)))  # hidden first: what is half deleted must not look like a checkpoint
+
+
+def _delete(path):
+    path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
 
 def _sync_folder(path):
@@ -159,8 +182,11 @@ def _sync_folder(path):
 
 def _checkpoints_in(save_dir):
     """The newest first. A step_00000010.old without its successor was left by a kill between the two renames."""
-    paths = Path(save_dir).glob("step_" + 8 * "[0-9]" + "*")
-    return sorted(paths, key=lambda path: (path.stem, path.suffix == ""), reverse=True)
+    paths = [path for path in Path(save_dir).glob("step_*") if re.fullmatch(r"step_\d{8,}(\.old)?", path.name)]
+    for path in paths:
+        if not path.is_dir():
+            raise ValueError(f"{path} is in the way: it has a checkpoint's name, but is not a folder")
+    return sorted(paths, key=lambda path: (int(path.stem[5:]), path.suffix == ""), reverse=True)
 
 
 def find_checkpoint(resume, save_dir):
@@ -176,10 +202,9 @@ def find_checkpoint(resume, save_dir):
         except (ValueError, OSError) as error:
             if resume != "auto":
                 raise type(error)(f"checkpoint.resume: {error}") from None
-            if manager.global_rank == 0:
-                warnings.warn(f"passed over a checkpoint: {error}", stacklevel=2)
+            say(f"warning: passed over a checkpoint: {error}")
     if paths:
-        raise ValueError(f"{save_dir}: every checkpoint there is damaged; checkpoint.resume=none would start over")
+        raise ValueError(f"checkpoint.save_dir = {save_dir}: every checkpoint there is damaged; empty it to start over")
     return None
 
 

@@ -30,7 +30,7 @@ class Kind(NamedTuple):
 
     decay: bool  # weight decay applies: matrices, but neither norm weights nor biases
     has_copy: bool  # tied embedding with a copy at the other end of the pipeline: the two gradients are summed
-    partial_over_tp: bool  # the gradient covers this tp rank's part of the sequence only: summed over tp
+    partial_over_tp: bool  # the gradient is that of this tp rank's tokens (or heads) only: summed over tp
     counted: bool  # this rank counts it in the gradient norm: of replicas and copies, one rank does
 
 
@@ -177,12 +177,13 @@ class DataParallelBucket(nn.Module):
         norm = squares.sqrt()
         if max_norm is not None:
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # stays on the device: nobody waits for a number
+            scale = scale.where(norm.isfinite(), 1.0)  # else it would hide where the gradients are not finite
             for bucket in self.buckets:
                 bucket.gradient.mul_(scale)
         return norm
 
     def where_not_finite(self):
-        """In words, for every rank: which ranks have a gradient that is not finite, and the first one's name."""
+        """In words, for every rank: the first gradient that is not finite, and on which rank."""
         found = None
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None and not parameter.grad.isfinite().all():
@@ -190,8 +191,9 @@ class DataParallelBucket(nn.Module):
                 break
         of_all_ranks = [None] * pgm.process_group_manager.world_size
         dist.all_gather_object(of_all_ranks, found)
-        places = [f"rank {rank}: gradient of {name}" for rank, name in enumerate(of_all_ranks) if name]
-        return "not finite on " + ", ".join(places) if places else "all gradients are finite"
+        places = [f"of {name} on rank {rank}" for rank, name in enumerate(of_all_ranks) if name]
+        more = f" and on {len(places) - 1} more ranks" if places[1:] else ""
+        return f"not finite: the gradient {places[0]}{more}" if places else "all gradients are finite"
 
 
 class AdamW:

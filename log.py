@@ -104,7 +104,9 @@ class Log:
         self.config, self.device, self.flops = config, device, flops
         self.is_writer = pgm.process_group_manager.global_rank == 0
         settings = config.logging
-        self.file = open(settings.metrics_file, "a") if settings.metrics_file and self.is_writer else None
+        self.file = None
+        if settings.metrics_file and self.is_writer:
+            self.file = open(settings.metrics_file, "ab", buffering=0)  # every line is written at once, or fails now
         self.wandb = None
         if settings.use_wandb and self.is_writer:
             import wandb
@@ -115,8 +117,11 @@ class Log:
     def step(self, model, metrics):
         """metrics: the JSON object of one step, as it goes to `metrics_file`. All ranks call this."""
         if self.file:
-            self.file.write(json.dumps(metrics) + "\n")
-            self.file.flush()
+            try:
+                self.file.write((json.dumps(metrics) + "\n").encode())
+            except OSError as problem:
+                say(f"warning: logging.metrics_file: {problem}: nothing more is written to it")
+                self.file = None
         if self.wandb:
             self.wandb.log(metrics, step=metrics["step"])
         if metrics["step"] % self.config.logging.log_frequency == 0 or metrics["step"] == 1:

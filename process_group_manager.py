@@ -9,10 +9,8 @@ whether it is there.
 """
 
 import os
-import signal
-import sys
+import secrets
 import time
-import traceback
 from datetime import timedelta
 
 import torch
@@ -21,6 +19,7 @@ import torch.distributed as dist
 process_group_manager = None  # the one ProcessGroupManager of this process, made by setup_process_group_manager
 store = None  # the key-value store that all processes share, made by join_processes
 LATE_START = timedelta(hours=2)  # how long the first rank waits for the last one to arrive
+timeout = None  # of a collective in any group, set by join_processes; None: torch's own, half an hour
 
 
 def rank_grid(tp_size, pp_size, dp_size):
@@ -50,7 +49,7 @@ def choose_device(name):
 
 def join_processes(device, timeout_seconds):
     """`init_process_group` for torchrun's processes, or for this one alone. Collectives time out, arriving does not."""
-    global store
+    global store, timeout
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -59,13 +58,33 @@ def join_processes(device, timeout_seconds):
     else:
         # Ranks come here at different times: one may have tokenised for an hour. So they wait for each other outside
         # of any collective, whose timeout then only has to cover a training step.
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=LATE_START))
-        if store.add("arrived", 1) == world_size:
-            store.set("all_arrived", "1")
-        store.wait(["all_arrived"], LATE_START)
+        shared, rank, world_size = next(dist.rendezvous("env://", timeout=LATE_START))
+        store = wait_for_all(shared, rank, world_size)
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def wait_for_all(shared, rank, world_size):
+    """The part of the store that belongs to this start of the ranks; torchrun keeps its store over --max-restarts, and
+    what an earlier start left there would mislead this one. Returns when all ranks have come.
+    """
+    me = secrets.token_hex(8)
+    if rank == 0:  # names the start, and welcomes the others when the last of them has said hello
+        mine = dist.PrefixStore(me, shared)
+        shared.set("start", me)
+        names = [mine.get(f"hello/{other}") for other in range(1, world_size)]
+        for other, name in enumerate(names, start=1):
+            mine.set(f"welcome/{other}", name)
+        return mine
+    start = None
+    while True:
+        if (latest := shared.get("start")) != start:  # if still an earlier start's: its welcome is to another process
+            start, mine = latest, dist.PrefixStore(latest.decode(), shared)
+            mine.set(f"hello/{rank}", me)
+        if mine.check([f"welcome/{rank}"]) and mine.get(f"welcome/{rank}").decode() == me:
+            return mine
+        time.sleep(0.05)
 
 
 class ProcessGroupManager:
@@ -98,7 +117,7 @@ class ProcessGroupManager:
     def _new_group(self, lines):
         """A group of every row, made on every rank in the same order (else: hang); returns this rank's own."""
         for ranks in lines.tolist():
-            group = dist.new_group(ranks)
+            group = dist.new_group(ranks, timeout=timeout)  # it would not take over that of the world's group
             if self.global_rank in ranks:
                 mine = group, ranks
         # Embedding lines leave out the middle stages; those ranks keep no group.
@@ -130,43 +149,3 @@ def check_same_everywhere(value, what):
     for rank, other in enumerate(values):
         if other != values[0]:
             raise ValueError(f"{what} is not the same on all ranks: rank {rank} has another than rank 0")
-
-
-# --- when a rank fails ------------------------------------------------------------------------------------------------
-
-
-def is_echo(error):
-    """Whether `error` only says that another rank is gone or late: a broken connection or a collective's timeout."""
-    lost = ("gloo/transport", "Connection closed", "Connection reset", "Timed out", "timed out", "NCCL")
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in lost)
-
-
-def report_failure(error):
-    """Says once, for all ranks, why the run ends, and ends this process with exit code 1.
-
-    An error of its own is printed by the first rank that has it; a rank that merely lost its connection first gives the
-    others time to say more, and then names the ranks that did not even get here.
-    """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun wants to end us; it waits 30 s
-    if not dist.is_initialized():
-        raise error
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    text = "".join(traceback.format_exception(error))
-    if "allocate memory" in str(error) or isinstance(error, torch.OutOfMemoryError):
-        text = f"out of memory: {str(error).splitlines()[0]} (train.py --dry-run shows what a layout needs)"
-    try:
-        store.set(f"stopped/{rank}", "")
-        if is_echo(error):
-            time.sleep(3)
-            gone = [other for other in range(world_size) if not store.check([f"stopped/{other}"])]
-            reason = str(error).strip().splitlines()[0]
-            text = f"rank {', '.join(map(str, gone)) or '?'} does not answer any more; the run ends ({reason})"
-            is_first = store.add("failures", 1) == 1
-        else:
-            store.add("failures", 1)
-            is_first = store.add(f"failure/{type(error).__name__}/{error}", 1) == 1
-    except RuntimeError:  # the store went down with its host
-        is_first = True
-    if is_first:
-        print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
-    os._exit(1)  # without the tidy ending, which would wait for ranks that are gone

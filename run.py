@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
+import failure
 from checkpoint import load_checkpoint, load_weights, save_checkpoint
 from checkpoint_folder import find_checkpoint, lock_save_dir, on_all_ranks
-from config import stop
 from data import cache_key
 from data_parallel import DataParallelBucket
 from log import say
@@ -74,6 +74,8 @@ class Run:
             if state["data"] != self.data:
                 say("warning: the data set, its tokenizer or its order is not the checkpoint's: it starts anew")
                 self.sequences = 0
+            if checkpoint.init_from:
+                say(f"checkpoint.init_from = {checkpoint.init_from}: not used, the weights are the checkpoint's")
         elif checkpoint.init_from:
             load_weights(checkpoint.init_from, *parts)
             say(f"weights from {checkpoint.init_from}")
@@ -100,6 +102,6 @@ class Run:
         try:
             save_checkpoint(checkpoint.save_dir, *parts, state, self.tokenizer, checkpoint.keep)
         except (ValueError, OSError) as problem:
-            stop(problem)
+            failure.stop_all(problem)
         self.saved_step = self.step
         say(f"saved step {self.step} in {checkpoint.save_dir}")

@@ -91,7 +91,7 @@ def one_f_one_b(pp_rank, pp_size, num_microbatches):
 
 
 def zb_h1(pp_rank, pp_size, num_microbatches):
-    """ZB-H1 (arXiv 2401.10241, section 3.1): 1F1B whose late ranks put W off, up to pp_rank of them, to give I earlier.
+    """ZB-H1 (arXiv 2401.10241, section 2.1): 1F1B whose late ranks put W off, up to pp_rank of them, to give I earlier.
 
     Idle time (p − 1)(F + I − W), a third of 1F1B's when F = I = W; every rank holds p micro-batches.
 

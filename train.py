@@ -17,6 +17,7 @@ import zlib
 import torch
 import torch.distributed as dist
 
+import failure
 import process_group_manager as pgm
 from checkpoint_folder import find_weights
 from config import check_world_size, load_config, stop
@@ -66,6 +67,7 @@ def set_up(config):
         except ValueError as problem:
             raise ValueError(f"for validation: {problem}") from None
     pgm.join_processes(device, distributed.timeout_seconds)
+    failure.watch()
     pgm.setup_process_group_manager(distributed.tp_size, distributed.pp_size, distributed.dp_size, device)
     if ":" in distributed.pp_engine:  # a schedule of the user's own might depend on the process that makes it
         lists = timetable_of(config).lists
@@ -157,7 +159,10 @@ def train(run, validation_data, device):
         run.step, run.tokens = metrics["step"], metrics["tokens"]
         run.sequences += config.global_batch_size
         if is_traced:
-            write_trace(config.logging.trace_file, model, training.gradient_accumulation_steps, zero)
+            try:
+                write_trace(config.logging.trace_file, model, training.gradient_accumulation_steps, zero)
+            except OSError as problem:  # on rank 0
+                say(f"warning: logging.trace_file: {problem}: no trace")
         if training.eval_frequency and run.step % training.eval_frequency == 0:
             eval_steps = min(training.eval_steps, validation_data.steps_per_epoch)
             metrics["validation_loss"] = evaluate(model, validation_data, *boundary, eval_steps).item()
@@ -168,13 +173,14 @@ def train(run, validation_data, device):
                 run.save()
         else:
             bad_steps += 1
-            say(f"step {run.step} is not applied: {run.data_parallel.where_not_finite()}")
+            where = run.data_parallel.where_not_finite()
+            say(f"step {run.step} is not applied: loss {loss:.4g}, gradient norm {grad_norm:.4g}; {where}")
             if bad_steps == training.max_bad_steps:
-                stop(f"{bad_steps} steps in a row were not finite (training.max_bad_steps)")
+                failure.stop_all(f"{bad_steps} steps in a row were not finite (training.max_bad_steps)")
     if traced_step and run.step < traced_step:
         say("warning: the run ended before logging.trace_step: no trace")
     if bad_steps:
-        stop(f"the last {bad_steps} steps were not finite: not saved")
+        failure.stop_all(f"not saved: the loss or gradient of the last step was not finite ({bad_steps} in a row)")
     run.save()
     log.close()
 
@@ -216,25 +222,32 @@ def main(arguments=None):
             run = Run(config, device, train_data)
             run.restore()
     except (ValueError, OSError) as problem:
-        stop(problem)
+        failure.stop_all(problem) if dist.is_initialized() else stop(problem)
     except Exception as error:
-        pgm.report_failure(error)
+        failure.report_failure(error)
     try:
         if arguments.verify:
             exit_code = verify(config, build_model(config, device), train_data, device)
         else:
             train(run, validation_data, device)
             exit_code = 0
+        failure.ending = True
+        dist.barrier()  # nobody leaves while others still read from it
     except Exception as error:
-        pgm.report_failure(error)
-    dist.barrier()  # nobody leaves while others still read from it
+        failure.report_failure(error)
     return exit_code
 
 
-if __name__ == "__main__":
+def main_and_exit(arguments=None):
     try:
-        exit_code = main()
+        exit_code = main(arguments)
+    except SystemExit as stopped:  # `stop`
+        exit_code = stopped.code
     except KeyboardInterrupt:  # Ctrl-C reaches every rank: no stack trace from any of them
         exit_code = 130
     sys.stdout.flush()
     os._exit(exit_code)  # the interpreter's tidy ending can abort over gloo's threads
+
+
+if __name__ == "__main__":
+    main_and_exit()

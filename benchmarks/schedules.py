@@ -1,6 +1,6 @@
 """Every schedule's step, measured over predicted, in one run.
 
-    torchrun --nproc_per_node 2 benchmarks/schedules.py --config configs/tiny_1gpu.json [--cycles 12]
+    torchrun --nproc_per_node 2 benchmarks/schedules.py --config benchmarks/w1.json [--cycles 12]
 
 All schedules are built side by side on the same ranks and take turns, one step each, the order reversed every cycle. A
 step's prediction is the timetable with that very step's mean F, B, I and W, so the ratio shows what the lists do not

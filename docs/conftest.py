@@ -8,4 +8,5 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.section("commands run, in seconds")
         for command in ran:
             terminalreporter.write_line(f"{command.seconds:6.1f}  {command.command}")
-        terminalreporter.write_line(f"{sum(command.seconds for command in ran):6.1f}  in all, {len(ran)} commands")
+        total = sum(command.seconds for command in ran)
+        terminalreporter.write_line(f"{total:6.1f}  in all, {len(ran)} commands, some of them at the same time")

@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ("python", "torchrun", "make", "git", "pytest")
 DIRECTIVES = ("append", "replace", "edit", "exit", "plan", "skip", "file", "numbers")
 MADE_BY_READERS = ("my.txt",)  # what a page says is the reader's own
+FOLDERS = ("docs", "benchmarks", "tests")  # beside the top level: whose names a page may name
 TIMEOUT = 120  # seconds for one command
 
 
@@ -99,6 +100,7 @@ def kind_of(block):
 class Ran:
     """A command that was run."""
 
+    folder: Path
     command: str
     exit_code: int
     output: str
@@ -126,8 +128,9 @@ def run(command, folder):
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output = process.communicate()[0] + f"\nnot done after {TIMEOUT} s"
-    ran.append(Ran(command, process.returncode, output, time.perf_counter() - started))
-    return ran[-1]
+    result = Ran(folder, command, process.returncode, output, time.perf_counter() - started)
+    ran.append(result)
+    return result
 
 
 def copy_project(folder, cache):
@@ -232,7 +235,7 @@ def missing_line(excerpt, output, numbers_vary=False):
 def identifiers():
     """Every name in the code, such keys of dictionaries and names of files as are strings, and {class: its names}."""
     names, classes = set(), {}
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("docs/**/*.py"), *ROOT.glob("benchmarks/*.py")]:
+    for path in [*ROOT.glob("*.py"), *(path for part in FOLDERS for path in ROOT.glob(f"{part}/**/*.py"))]:
         names.add(path.stem)
         for node in ast.walk(ast.parse(path.read_text())):
             for attribute in ("id", "attr", "name", "arg"):
@@ -254,6 +257,9 @@ def wrong_mentions(text, folder):
     blocks = read_blocks(text)
     prose = re.sub(r"(?m)^    .*$", "", text)
     commands = "\n".join(block.text for block in blocks if block.kind == "shell")
+    for line in prose.splitlines():
+        if line.count("`") % 2:
+            yield f"inline code goes over the end of the line {line!r}"
     code = re.findall(r"`([^`\n]+)`", prose)
     links = re.findall(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"", prose)
     for link in filter(None, sum(links, ())):

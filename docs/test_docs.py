@@ -5,6 +5,7 @@ text names has to exist. An exercise's check has to fail on the project as it is
 """
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pages
@@ -38,6 +39,32 @@ def project(copy):
     clean(copy)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def exercises(request, tmp_path_factory):
+    """{page: what `try_exercise` will return}. In a thread, beside the pages' commands: while one process starts the
+    others of torchrun, a second core has nothing to do.
+    """
+    items = [item for item in request.session.items if item.name.startswith("test_exercise_")]
+    selected = [item.callspec.params["page"] for item in items]
+    folder = tmp_path_factory.mktemp("exercises")
+    if selected:
+        copy_project(folder, tmp_path_factory.mktemp("cache"))
+    pool = ThreadPoolExecutor(1)
+    yield {page: pool.submit(try_exercise, page, folder) for page in selected}
+    pool.shutdown(cancel_futures=True)
+
+
+def try_exercise(page, folder):
+    """The exercise's check on the project as it is, and with the solution."""
+    (block,) = filter(is_exercise, read_blocks(page.read_text()))
+    (command,) = block.commands
+    before = run(command, folder)
+    git(folder, "apply", f"docs/lessons/solutions/{page.name[:2]}.patch")
+    after = run(command, folder)
+    clean(folder)
+    return before, after
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_commands_and_their_outputs(page, project):
     wrong, output, section = [], None, None
@@ -56,13 +83,9 @@ def test_what_is_named_exists(page):
 
 
 @pytest.mark.parametrize("page", EXERCISES, ids=name)
-def test_exercise_fails_before_its_solution_and_passes_after(page, project):
-    (block,) = filter(is_exercise, read_blocks(page.read_text()))
-    (command,) = block.commands
-    before = run(command, project)
+def test_exercise_fails_before_its_solution_and_passes_after(page, exercises):
+    before, after = exercises[page].result()
     assert before.exit_code == 1 and before.output.startswith("not yet: "), before.output
-    git(project, "apply", f"docs/lessons/solutions/{page.name[:2]}.patch")
-    after = run(command, project)
     assert after.exit_code == 0 and "right: " in after.output, after.output
 
 
@@ -77,11 +100,12 @@ def test_every_lesson_has_its_page_exercise_and_solution():
 
 
 def problems_of(page, folder):
-    output, problems, before = None, [], len(pages.ran)
+    output, problems = None, []
     for block in read_blocks(page):
         found, output = run_block(block, folder, output)
         problems += found
-    del pages.ran[before:]  # they are on no page
+    for command in [command for command in pages.ran if command.folder == folder]:
+        pages.ran.remove(command)  # it is on no page
     return problems
 
 
@@ -135,11 +159,12 @@ def test_directives(tmp_path):
         ("\n    python train.py model.layers=3", "there is no key `model.layers`"),
         ("`--no-such-option`", "no program has the option `--no-such-option`"),
         ("`train.py` (3 lines)", f"`train.py` has {len((ROOT / 'train.py').read_text().splitlines())} lines, not 3"),
+        ("`two\nlines`", "inline code goes over the end of the line '`two'"),
         ("| `train.py` | 3 |", f"`train.py` has {len((ROOT / 'train.py').read_text().splitlines())} lines, not 3"),
     ],
 )
 def test_what_does_not_exist_is_found(text, problem):
-    assert list(wrong_mentions(text, ROOT / "docs")) == [problem]
+    assert next(wrong_mentions(text, ROOT / "docs")) == problem
 
 
 def test_what_exists_is_not_complained_about():

@@ -9,6 +9,7 @@ import process_group_manager as pgm
 from layouts import MICRO_BATCH_SIZE, SEQ_LENGTH, RandomMicroBatches, tiny_config
 from model import build_on_meta, materialize
 from pipeline_parallel import PipelineParallel, ScheduleRun
+from schedules import SCHEDULES, chunks_of
 from tensor_parallel import apply_tensor_parallel
 from timetable import make_timetable, rank_program
 
@@ -57,10 +58,7 @@ def measure_peak(engine, chunks, microbatches):
 
 
 @pytest.mark.parametrize("microbatches", [3, 8])
-@pytest.mark.parametrize(
-    "engine, chunks",
-    [("afab", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2), ("dualpipev", 2)],
-)
+@pytest.mark.parametrize("engine, chunks", [(name, chunks_of(schedule) or 2) for name, schedule in SCHEDULES.items()])
 def test_activations_held_are_those_predicted(pool, engine, chunks, microbatches):
     predicted = make_timetable(engine, 4, microbatches, chunks).peak_microbatches
     assert pool.run(4, measure_peak, engine, chunks, microbatches) == predicted

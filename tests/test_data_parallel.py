@@ -203,3 +203,22 @@ def move_with_a_small_rate(dtype):
 def test_small_steps_move_bfloat16_weights(pool):
     (float32,), (bfloat16,) = (pool.run(1, move_with_a_small_rate, d) for d in (torch.float32, torch.bfloat16))
     assert float32 > 0.99 and bfloat16 > 0.9  # without float32 masters nearly none moves
+
+
+def name_what_is_not_finite():
+    _, config, model, wrapper = build(pp=2)
+    manager = pgm.process_group_manager
+    wrapper.zero_grad()
+    train_step(config, model, 2, manager)
+    wrapper.finish_grad_sync()
+    name, parameter = list(model.named_parameters())[3]
+    if manager.pp_rank == 1:
+        parameter.grad.view(-1)[0] = float("inf")
+    norm = wrapper.clip_gradients(0.1)
+    return norm.item(), name, wrapper.where_not_finite()
+
+
+def test_a_gradient_that_is_not_finite_is_named_after_clipping_too(pool):
+    first, second = pool.run(2, name_what_is_not_finite)
+    assert first[0] == second[0] == float("inf")
+    assert first[2] == second[2] == f"not finite: the gradient of {second[1]} on rank 1"

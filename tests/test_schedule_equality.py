@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from layouts import assert_close, assert_equal, on_layout, plain, run_cases, tiny_config
+from schedules import SCHEDULES, chunks_of
 
-ENGINES = [("afab", 1), ("1f1b", 1), ("zb_h1", 1), ("interleaved_1f1b", 2), ("zb_v", 2), ("dualpipev", 2)]
+ENGINES = [(name, chunks_of(schedule) or 2) for name, schedule in SCHEDULES.items()]
 CONFIG = tiny_config(num_hidden_layers=8, num_attention_heads=2, num_key_value_heads=1)
 DEEP = tiny_config(num_hidden_layers=16, num_attention_heads=2, num_key_value_heads=1)  # for 8 ranks with 2 chunks each
 

@@ -471,7 +471,7 @@ def test_a_rank_that_waits_for_itself():
         (
             "gpipe",
             1,
-            "pp_engine: 'gpipe' is not a schedule; use one of afab, 1f1b, interleaved_1f1b, zb_h1, zb_v, dualpipev",
+            f"pp_engine: 'gpipe' is not a schedule; use one of {', '.join(SCHEDULES)}",
         ),
         ("nowhere/mine.py:mine", 1, "cannot load 'nowhere/mine.py:mine': FileNotFoundError"),
         ("zb_h1", 2, "pp_chunks: 2, but this schedule has one chunk a rank: use 1"),

@@ -236,7 +236,7 @@ def norms_of_tp_rank_1_nudged(patch, model):
 NOT_FORWARD = "the loss is right: look at the backward pass first, and at sums of gradients over ranks"
 FORWARD = "the loss is wrong: look at the forward pass first"
 NO_FACTOR = "wrong, by no plain factor"
-TP_SUM = "a sum over tp is missing in backward: f, or with sequence parallelism that of what each rank's tokens give"
+TP_SUM = "a sum over tp is missing in backward: f, or that of a parameter to be marked partial_over_tp"
 NORMS = "decoder_layers.0.input_layernorm.weight, decoder_layers.0.post_attention_layernorm.weight, "
 NORMS += "decoder_layers.1.input_layernorm.weight and 6 more"
 FAULTS = [

@@ -114,7 +114,7 @@ def perform(task):
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            pgm.process_group_manager = None
+            pgm.process_group_manager = pgm.timeout = None
             gc.collect()  # a group has threads and sockets of its own, until nothing (a model in a cycle) refers to it
             torch.set_default_dtype(torch.float32)
             faulthandler.cancel_dump_traceback_later()

@@ -1,7 +1,9 @@
 """Two ranks that send to each other before they receive: they wait for ever. Part of lesson 10.
 
-torchrun --nproc_per_node 2 docs/lessons/blocking_sends.py
-torchrun --nproc_per_node 2 docs/lessons/blocking_sends.py --batched
+    torchrun --nproc_per_node 2 docs/lessons/blocking_sends.py
+    torchrun --nproc_per_node 2 docs/lessons/blocking_sends.py --batched
+
+For ever is two seconds here.
 """
 
 import os
@@ -17,16 +19,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from pipeline_parallel import pipeline_communicate  # noqa: E402
 
-dist.init_process_group("gloo", timeout=timedelta(seconds=2))  # so long a send or a receive waits for its other end
-rank, mine = dist.get_rank(), torch.ones(1_000_000)
-other, theirs = 1 - rank, torch.empty(1_000_000)
+batched = "--batched" in sys.argv
+dist.init_process_group("gloo")
+dist.barrier()  # both are here: now a late start cannot be taken for a deadlock
+group = dist.new_group(timeout=timedelta(seconds=60 if batched else 2))
+rank, mine, theirs = dist.get_rank(), torch.ones(1_000_000), torch.empty(1_000_000)
+other = 1 - rank
 try:
-    if "--batched" in sys.argv:
-        for handle in pipeline_communicate([(dist.isend, mine, other), (dist.irecv, theirs, other)], dist.group.WORLD):
+    if batched:
+        for handle in pipeline_communicate([(dist.isend, mine, other), (dist.irecv, theirs, other)], group):
             handle.wait()
     else:
-        dist.send(mine, other)  # does not return before the other rank receives, and that does not receive: it sends
-        dist.recv(theirs, other)
+        dist.send(mine, other, group)  # returns when the other rank receives; but that is sending, too
+        dist.recv(theirs, other, group)
 except RuntimeError as error:
     print(f"rank {rank}: {str(error).splitlines()[0].partition('] ')[2]}\n", end="", flush=True)
     time.sleep(1)  # the other rank tells its own story before this connection breaks
