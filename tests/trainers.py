@@ -41,21 +41,27 @@ def train_as_rank(rank, arguments, output, environment):
     train.main_and_exit(arguments)
 
 
+def keep_store(listener):
+    """torchrun's part. A process of its own: the store has threads, and what has threads should not fork the ranks."""
+    port = listener.getsockname()[1]
+    options = dict(is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store = dist.TCPStore("127.0.0.1", port, **options)  # noqa: F841
+    signal.pause()
+
+
 class Trainers:
     def __init__(self, world_size, arguments, output, agent=True, **environment):
         for module in PRELOADED:
             importlib.import_module(module)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        if agent:
-            self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            port = self.store.port
-        environment |= dict(
-            WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-            TORCHELASTIC_USE_AGENT_STORE=str(agent),
-        )  # fmt: skip
-        self.path = output
+        self.path, self.store = output, None
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            environment |= dict(
+                WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(listener.getsockname()[1]),
+                TORCHELASTIC_USE_AGENT_STORE=str(agent),
+            )  # fmt: skip
+            if agent:
+                self.store = FORK.Process(target=keep_store, args=(listener,), daemon=True)
+                self.store.start()
         self.processes = [
             FORK.Process(target=train_as_rank, args=(rank, arguments, self.path, environment), daemon=True)
             for rank in range(world_size)
@@ -88,7 +94,8 @@ class Trainers:
         return [process.exitcode for process in self.processes]
 
     def end(self):
-        for process in self.processes:
+        processes = [*self.processes, self.store] if self.store else self.processes
+        for process in processes:
             process.kill()
-        for process in self.processes:
+        for process in processes:
             process.join()
