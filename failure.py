@@ -38,7 +38,12 @@ def answer_roll_call(rank):
                 print("rank 0 does not answer any more; the run ends", file=sys.stderr, flush=True)
                 time.sleep(PATIENCE)
             os._exit(1)
-        if pgm.store.check(["roll_call"]):
+        try:
+            is_called = pgm.store.check(["roll_call"])
+        except RuntimeError:  # torchrun is gone, and nobody else would end this process: as if it had sent SIGTERM
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        if is_called:
             pgm.store.set(f"here/{rank}", "")
             time.sleep(PATIENCE + 1)  # for the one that asked, to speak
             os._exit(1)

@@ -240,6 +240,14 @@ def test_a_signal_ends_the_run_with_a_checkpoint(number, start, tmp_path):
     assert numbers_of(metrics_file) == numbers_of(expected_file)[: newest_step(save_dir)]
 
 
+def test_a_run_that_lost_torchrun_saves_and_ends(start, tmp_path):
+    run = start("tp2", *saving(tmp_path / "saved", save_frequency=0), "training.steps=100000")
+    run.wait_for("step     2")
+    run.store.kill()
+    finished(run, 0)
+    assert list(checkpoints(tmp_path / "saved")) == [newest_step(tmp_path / "saved")]
+
+
 @pytest.fixture
 def impatient(monkeypatch):
     monkeypatch.setattr(failure, "PATIENCE", 1.0)  # the processes are forked: they have it too
