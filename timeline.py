@@ -34,20 +34,34 @@ def seconds(start, end):
     return end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
 
 
+def sum_spans(model, device):
+    """[2, 4, stages], the same on every rank: seconds and count of the last step's F, B, I, W of every stage."""
+    sums = torch.zeros(2, len(KINDS), model.num_stages, dtype=torch.float64)
+    for span in model.spans:
+        if span.kind in KINDS:
+            of_one = torch.tensor([seconds(span.start, span.end), 1.0], dtype=torch.float64)
+            sums[:, KINDS.index(span.kind), model.stages[span.chunk]] += of_one
+    sums = sums.to(device)
+    dist.all_reduce(sums)
+    return sums
+
+
+def stage_costs(model, device):
+    """{kind: [mean seconds on every stage]} of the last step, for `Timetable`."""
+    seconds_of, counts = sum_spans(model, device)
+    means = (seconds_of / counts).tolist()
+    return {kind: of_stages for kind, of_stages, count in zip(KINDS, means, counts, strict=True) if count.all()}
+
+
 def bubbles(model, num_microbatches, device):
     """(measured, predicted) bubble of the last step: idle time / step time, mean over ranks.
 
     Predicted is the timetable's bubble when every action takes what its kind took on average in this very step.
     """
     manager = pgm.process_group_manager
-    sums = torch.zeros(2, len(KINDS), dtype=torch.float64)  # seconds and count of each kind of action
-    for span in model.spans:
-        if span.kind in KINDS:
-            sums[:, KINDS.index(span.kind)] += torch.tensor([seconds(span.start, span.end), 1.0])
     duration = torch.tensor(seconds(model.spans[0].start, model.spans[-1].end), dtype=torch.float64, device=device)
-    sums = sums.to(device)
-    dist.all_reduce(sums)
     dist.all_reduce(duration, dist.ReduceOp.MAX)
+    sums = sum_spans(model, device).sum(-1)
     busy = sums[0].sum() / manager.world_size
     means = {kind: total / count for kind, (total, count) in zip(KINDS, sums.t().tolist(), strict=True) if count}
     predicted = predicted_bubble(model.pp_engine, manager.pp_size, num_microbatches, model.num_chunks, means)

@@ -50,8 +50,8 @@ class Box(NamedTuple):
 class Timetable:
     """Plays `lists` (one list of actions a rank). Raises ScheduleError when they are wrong or wait in a circle.
 
-    `starts[r][i]` and `ends[r][i]` are the times of rank r's i-th action, in units of `costs` (time per action of one
-    chunk); `transfer` is the time a result takes to reach another rank.
+    `starts[r][i]` and `ends[r][i]` are the times of rank r's i-th action, in units of `costs` (of each kind: time per
+    action of one chunk, or a list of it by stage); `transfer` is the time a result takes to reach another rank.
     """
 
     def __init__(
@@ -142,7 +142,8 @@ class Timetable:
                 source = self.source(kind, stage)
                 travel = self.transfer if self.rank_of.get(source, rank) != rank else 0
                 needed = made.get((kind != "F", source))
-                wires[kind, chunk] = needed, travel, made[kind != "F", stage] if kind != "W" else None, cost
+                results = made[kind != "F", stage] if kind != "W" else None
+                wires[kind, chunk] = needed, travel, results, cost[stage] if isinstance(cost, list) else cost
         starts, ends, now = self.starts[rank], self.ends[rank], 0
         for kind, chunk, microbatch in self.lists[rank]:
             needed, travel, results, cost = wires[kind, chunk]
@@ -194,7 +195,10 @@ class Timetable:
     @property
     def idle(self):
         """Idle time of each rank, from the step's start to its end."""
-        return [self.step_time - sum(self.costs[action.kind] for action in actions) for actions in self.lists]
+        return [
+            self.step_time - sum(end - start for start, end in zip(*times, strict=True))
+            for times in zip(self.starts, self.ends, strict=True)
+        ]
 
     @property
     def bubble(self):

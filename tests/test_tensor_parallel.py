@@ -478,3 +478,23 @@ def test_an_error_in_a_backward_ends_the_deferral():
         linear(*tensors.values()).backward(randn(3))
     linear(*tensors.values()).backward(randn(2, 5, 4))
     assert tensors["weight"].grad is not None
+
+
+@pytest.mark.parametrize("bias", (False, True))
+@pytest.mark.parametrize("shape", ((2, 256), (600,)), ids=("batch and sequence", "rows"))
+def test_a_large_float32_linear(shape, bias):
+    """It goes through another library. Its output may change in place, as the exit of a row-parallel block does."""
+    exact = [randn(*shape, 512), randn(384, 512), *([randn(384)] if bias else [])]
+    assert exact[0].numel() * 384 > 2**25  # else it is torch's
+    gradient = randn(384, *shape).movedim(0, -1)  # not contiguous
+    results = []
+    for function, dtype in ((F.linear, torch.float64), (linear, torch.float32)):
+        tensors = [tensor.to(dtype).requires_grad_() for tensor in exact]
+        output = function(*tensors)
+        output.mul_(3)
+        output.backward(gradient.to(dtype))
+        results.append([output, *(tensor.grad for tensor in tensors)])
+    bound = 4 * 600**0.5 * 2**-24  # a sum of at most 600 products, each rounded
+    for value, expected in zip(*reversed(results), strict=True):
+        assert value.shape == expected.shape and value.dtype == torch.float32
+        assert (value - expected).abs().max() <= bound * expected.abs().max()
