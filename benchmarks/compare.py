@@ -1,6 +1,6 @@
 """This trainer beside what a user would pick instead: the same model, tokens and optimizer, in turn on this machine.
 
-    python benchmarks/compare.py --work W1                    # every contender and every target, about an hour
+    python benchmarks/compare.py --work W1                    # every contender and every target, over an hour
     python benchmarks/compare.py --work W1 --only pp2 --cycles 24 --sets 2
 
 Every contender has its own processes, which are started and warmed up together and then take turns: one step of each,
@@ -241,6 +241,7 @@ def main():
     parser.add_argument(
         "--only", nargs="*", default=[], metavar="WORD", help="contenders whose names have one of these"
     )
+    parser.add_argument("--without", nargs="*", default=[], metavar="WORD", help="but not those with one of these")
     parser.add_argument("--cycles", type=int, default=24)
     parser.add_argument("--sets", type=int, default=2)
     parser.add_argument("--json", action="store_true")
@@ -249,7 +250,12 @@ def main():
     arguments = parser.parse_args()
     if arguments.serve:
         serve(arguments.serve, arguments.work, arguments.folder)
-    names = [name for name in CONTENDERS if not arguments.only or any(word in name for word in arguments.only)]
+    names = [
+        name
+        for name in CONTENDERS
+        if (not arguments.only or any(word in name for word in arguments.only))
+        and not any(word in name for word in arguments.without)
+    ]
     sets = [run_set(names, arguments.work, arguments.cycles) for _ in range(arguments.sets)]
     rows = compare(sets)
     if arguments.json:

@@ -489,7 +489,7 @@ def test_a_large_float32_linear(shape, bias):
     gradient = randn(384, *shape).movedim(0, -1)  # not contiguous
     results = []
     for function, dtype in ((F.linear, torch.float64), (linear, torch.float32)):
-        tensors = [tensor.to(dtype).requires_grad_() for tensor in exact]
+        tensors = [tensor.to(dtype, copy=True).requires_grad_() for tensor in exact]
         output = function(*tensors)
         output.mul_(3)
         output.backward(gradient.to(dtype))
