@@ -10,13 +10,9 @@ import json
 import math
 import os
 import re
-import shlex
-import signal
-import sys
-import time
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
@@ -193,7 +189,7 @@ class Config(Section):
 
     @property
     def global_batch_size(self) -> int:
-        """Sequences of a step, over all ranks; a dp_size of null is settled by check_world_size."""
+        """Sequences of a step, over all ranks; a dp_size of null is settled by `check_world_size`."""
         t = self.training
         return t.micro_batch_size * t.gradient_accumulation_steps * self.distributed.dp_size
 
@@ -323,28 +319,3 @@ def load_config(path: str, overrides: list[str]) -> Config:
     if problems:
         raise ValueError("\n".join(problems))
     return config
-
-
-def check_world_size(config: Config, world_size: int | None) -> None:
-    """One process for each place in the grid, or ValueError. Settles a dp_size of null. None: not under torchrun."""
-    d, world_size = config.distributed, world_size or 1
-    if d.dp_size is None:
-        d.dp_size = max(1, world_size // (d.tp_size * d.pp_size))
-    needed = d.tp_size * d.pp_size * d.dp_size
-    if world_size != needed:
-        hint = "start as many processes, or change distributed.tp_size, pp_size or dp_size"
-        if "WORLD_SIZE" not in os.environ:
-            hint = f"type: torchrun --nproc_per_node {needed} {shlex.join(sys.argv)}"
-        grid = f"tp {d.tp_size} × pp {d.pp_size} × dp {d.dp_size} = {needed}"
-        raise ValueError(f"world size {world_size} != {grid}; {hint}")
-
-
-def stop(problem: str | Exception, patience: float = 60) -> NoReturn:
-    """Ends this process for something that the user can mend: a message for each machine, exit code 2."""
-    # torchrun ends every process as soon as the first one exits. So the silent ones wait up to `patience` seconds to be
-    # ended: if one went first, the message might never come out. One that nobody ends is alone with its problem.
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # training may have set it to something gentler
-        time.sleep(patience)
-    print("error: " + str(problem).replace("\n", "\n       "), file=sys.stderr, flush=True)
-    sys.exit(2)

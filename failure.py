@@ -132,8 +132,19 @@ def ranks_without(key):
     return [rank for rank in range(dist.get_world_size()) if not pgm.store.check([f"{key}/{rank}"])]
 
 
+def stop(problem, patience=60.0):
+    """Ends this process for something that the user can mend: a message for each machine, exit code 2."""
+    # torchrun ends every process as soon as the first one exits. So the silent ones wait up to `patience` seconds to be
+    # ended: if one went first, the message might never come out. One that nobody ends is alone with its problem.
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # training may have set it to something gentler
+        time.sleep(patience)
+    print("error: " + str(problem).replace("\n", "\n       "), file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
 def stop_all(problem):
-    """`config.stop` for a problem that all ranks have: rank 0 says it, then all end with exit code 2."""
+    """`stop` for a problem that all ranks have: rank 0 says it, then all end with exit code 2."""
     global ending
     ending = True
     if dist.get_rank() == 0:

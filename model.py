@@ -11,12 +11,18 @@ h hidden, d head_dim, n query heads, k key-value heads, v vocabulary.
 
 import hashlib
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from elementwise import apply_rotary, rms_norm, swiglu
+
+LOGITS_BYTES = 256 * 2**20  # float32 logits a loss may hold: more cost memory, fewer cost a second product
+# No dropout in the model, so no random state to bring back.
+recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def rotary_tables(config, device=None):
@@ -151,6 +157,24 @@ class Llama(nn.Module):
         for layer in self.decoder_layers.values():
             x = layer(x, cos, sin)
         return self.final_proj(self.final_norm(x))  # [b, s, v]
+
+
+def head_loss(model, x, targets):
+    """Mean cross entropy [] of hidden states [b, s, h], in pieces of the sequence whose logits fit LOGITS_BYTES.
+
+    With one piece the logits are kept for backward; with several, each piece's are made again there.
+    """
+
+    def piece_loss(x, targets):
+        return model.loss_function(model.final_proj(x), targets)
+
+    logits_bytes = targets.numel() * model.final_proj.weight.size(0) * torch.float32.itemsize
+    num_pieces = min(-(-logits_bytes // LOGITS_BYTES), targets.size(1))
+    if num_pieces == 1:
+        return piece_loss(x, targets)
+    pieces = zip(x.tensor_split(num_pieces, dim=1), targets.tensor_split(num_pieces, dim=1), strict=True)
+    # Each piece's mean counts by its share of the tokens.
+    return sum(recompute(piece_loss, *piece) * (piece[1].numel() / targets.numel()) for piece in pieces)
 
 
 def build_on_meta(config, dtype):

@@ -18,19 +18,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import process_group_manager as pgm
 from linear import deferred_weight_gradients
-from model import rotary_tables
+from model import head_loss, recompute, rotary_tables
 from schedules import Action, find_schedule, placement_of
 from timetable import rank_program
-
-LOGITS_BYTES = (
-    256 * 2**20
-)  # float32 logits that the loss may hold at once: more cost memory, fewer cost a second product
-# No dropout in the model, so no random state to bring back.
-recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def distribute_layers(num_layers, num_stages, layers_per_stage=None):
@@ -114,25 +107,8 @@ class PipelineParallel(nn.Module):
             x = layer(x, *self._rotary)
         if self.is_last(chunk):
             x = self.final_norm(x)
-            return self.final_proj(x) if targets is None else self.loss(x, targets)
+            return self.final_proj(x) if targets is None else head_loss(self, x, targets)
         return x
-
-    def loss(self, x, targets):
-        """Mean cross entropy [] of hidden states [b, s, h], in pieces of the sequence whose logits fit LOGITS_BYTES.
-
-        With one piece the logits are kept for backward; with several, each piece's are made again there.
-        """
-
-        def piece_loss(x, targets):
-            return self.loss_function(self.final_proj(x), targets)
-
-        logits_bytes = targets.numel() * self.final_proj.weight.size(0) * torch.float32.itemsize
-        num_pieces = min(-(-logits_bytes // LOGITS_BYTES), targets.size(1))
-        if num_pieces == 1:
-            return piece_loss(x, targets)
-        pieces = zip(x.tensor_split(num_pieces, dim=1), targets.tensor_split(num_pieces, dim=1), strict=True)
-        # Each piece's mean counts by its share of the tokens.
-        return sum(recompute(piece_loss, *piece) * (piece[1].numel() / targets.numel()) for piece in pieces)
 
 
 # --- communication ----------------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ whether it is there.
 
 import os
 import secrets
+import shlex
+import sys
 import time
 from datetime import timedelta
 
@@ -45,6 +47,20 @@ def choose_device(name):
             f"{torch.cuda.device_count()}; lower torchrun's --nproc_per_node or use distributed.device=cpu"
         )
     return torch.device("cuda", local_rank)
+
+
+def check_world_size(config, world_size):
+    """One process for each place in the grid, or ValueError. Settles a dp_size of null. None: not under torchrun."""
+    d, world_size = config.distributed, world_size or 1
+    if d.dp_size is None:
+        d.dp_size = max(1, world_size // (d.tp_size * d.pp_size))
+    needed = d.tp_size * d.pp_size * d.dp_size
+    if world_size != needed:
+        hint = "start as many processes, or change distributed.tp_size, pp_size or dp_size"
+        if "WORLD_SIZE" not in os.environ:
+            hint = f"type: torchrun --nproc_per_node {needed} {shlex.join(sys.argv)}"
+        grid = f"tp {d.tp_size} × pp {d.pp_size} × dp {d.dp_size} = {needed}"
+        raise ValueError(f"world size {world_size} != {grid}; {hint}")
 
 
 def join_processes(device, timeout_seconds):

@@ -8,7 +8,7 @@ the vocabulary. Only tensors count: not CUDA's context, NCCL's buffers or what t
 from functools import lru_cache
 from typing import NamedTuple
 
-from pipeline_parallel import LOGITS_BYTES
+from model import LOGITS_BYTES
 from schedules import Action
 
 

@@ -20,8 +20,9 @@ import torch.distributed as dist
 import failure
 import process_group_manager as pgm
 from checkpoint_folder import find_weights
-from config import check_world_size, load_config, stop
+from config import load_config
 from data import MicroBatchDataLoader, check_vocabulary, prepare_tokens
+from failure import stop
 from log import Log, check_outputs, count_parameters, flops_per_token, say, say_model, say_start
 from pipeline_parallel import evaluate, train_step_pipeline
 from plan import dry_run, explain_stages, settle_stages, timetable_of
@@ -78,7 +79,7 @@ def set_up(config):
 
 def settle_layout(config, world_size):
     """Fills in what the layout leaves open. Raises ValueError for a grid, a schedule or stages that cannot be."""
-    check_world_size(config, world_size)
+    pgm.check_world_size(config, world_size)
     settle_stages(config)
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-import pipeline_parallel
+import model as llama
 import process_group_manager as pgm
 from data_parallel import DataParallelBucket
 from model import build_on_meta, materialize, named_parameters
@@ -49,11 +49,11 @@ class RandomMicroBatches:
 def train_on_layout(
     tp=1, pp=1, dp=1, *, config, engine="1f1b", chunks=1, microbatches=4, steps=1, clip=None, dtype=torch.float64,
     pp_layers=None, zero1=False, sequence_parallel=False, bucket_elements=1000, recompute_every=0,
-    logits_bytes=pipeline_parallel.LOGITS_BYTES, lr=0.001, micro_batches_of=RandomMicroBatches,
+    logits_bytes=llama.LOGITS_BYTES, lr=0.001, micro_batches_of=RandomMicroBatches,
 ):  # fmt: skip
     """Trains on this worker's rank of the layout. Returns what `assemble` puts together."""
     manager = pgm.process_group_manager or pgm.setup_process_group_manager(tp, pp, dp)
-    pipeline_parallel.LOGITS_BYTES = logits_bytes
+    llama.LOGITS_BYTES = logits_bytes
     model = apply_tensor_parallel(build_on_meta(config, dtype), sequence_parallel)
     model = PipelineParallel(model, engine, chunks, pp_layers, recompute_every)
     materialize(model, config, seed=1, device=torch.device("cpu"))
@@ -122,9 +122,9 @@ def assemble(snapshots):
 
 
 def train_cases(layout, cases):
-    usual = pipeline_parallel.LOGITS_BYTES
+    usual = llama.LOGITS_BYTES
     results = [train_on_layout(*layout, **case) for case in cases]
-    pipeline_parallel.LOGITS_BYTES = usual
+    llama.LOGITS_BYTES = usual
     return results
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from config import VALID_KEYS, check_world_size, load_config
+import process_group_manager as pgm
+from config import VALID_KEYS, load_config
 
 ROOT = Path(__file__).parent.parent
 LLAMA3 = {
@@ -166,7 +167,7 @@ def test_every_key_can_be_set(way, load, write, tmp_path, monkeypatch):
             assert getattr(getattr(config, section), key) == value
             assert getattr(getattr(standard, section), key) != value
     assert config.model.rope_parameters == {"rope_type": "linear", "rope_theta": 7.0, "factor": 2.0}
-    check_world_size(config, 12)
+    pgm.check_world_size(config, 12)
     assert (config.global_batch_size, config.tokens_per_step) == (3 * 5 * 2, 3 * 5 * 2 * 98)
 
 
@@ -453,7 +454,7 @@ def test_architecture_that_cannot_be_had(tmp_path, problems):
 def test_config_files_load(path):
     config = load_config(str(path), [])
     d = config.distributed
-    check_world_size(config, d.tp_size * d.pp_size * d.dp_size)
+    pgm.check_world_size(config, d.tp_size * d.pp_size * d.dp_size)
     assert load_config(str(path), ["training.steps=1", "training.seq_length=128"]).tokens_per_step > 0
 
 
@@ -474,28 +475,28 @@ def test_llama_1b_has_1_1_billion_parameters():
 def test_world_size(load, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ValueError, match="^world size 3 != tp 1 × pp 2 × dp 1 = 2; start as many processes"):
-        check_world_size(load("distributed.pp_size=2"), 3)
+        pgm.check_world_size(load("distributed.pp_size=2"), 3)
     monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.setattr(sys, "argv", ["train.py", "--config", "my run.json"])
     for not_torchrun in (1, None):
         with pytest.raises(ValueError) as error:
-            check_world_size(load("distributed.pp_size=2"), not_torchrun)
+            pgm.check_world_size(load("distributed.pp_size=2"), not_torchrun)
         assert str(error.value) == (
             "world size 1 != tp 1 × pp 2 × dp 1 = 2; type: torchrun --nproc_per_node 2 train.py --config 'my run.json'"
         )
-        check_world_size(load(), not_torchrun)
+        pgm.check_world_size(load(), not_torchrun)
 
 
 def test_dp_size_of_null_is_what_is_left(load, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     for world_size, dp_size in ((4, 1), (8, 2), (12, 3)):
         config = load("distributed.tp_size=2", "distributed.pp_size=2", "distributed.dp_size=null")
-        check_world_size(config, world_size)
+        pgm.check_world_size(config, world_size)
         assert (config.distributed.dp_size, config.global_batch_size) == (dp_size, dp_size)
     for world_size, grid in ((3, "tp 2 × pp 2 × dp 1 = 4"), (9, "tp 2 × pp 2 × dp 2 = 8")):
         config = load("distributed.tp_size=2", "distributed.pp_size=2", "distributed.dp_size=null")
         with pytest.raises(ValueError, match=f"world size {world_size} != {grid}"):
-            check_world_size(config, world_size)
+            pgm.check_world_size(config, world_size)
 
 
 def stop_in_a_process(local_rank, patience):
@@ -503,7 +504,7 @@ def stop_in_a_process(local_rank, patience):
     if local_rank is not None:
         environment["LOCAL_RANK"] = local_rank
     return subprocess.Popen(
-        [sys.executable, "-c", f"import config; config.stop(ValueError('one\\ntwo'), {patience})"],
+        [sys.executable, "-c", f"import failure; failure.stop(ValueError('one\\ntwo'), {patience})"],
         cwd=ROOT,
         env=environment,
         stderr=subprocess.PIPE,

@@ -191,7 +191,7 @@ def measure_stages(config):
 
 def measure_stages_in_pieces(config):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline_parallel, "LOGITS_BYTES", 5000)
+        patch.setattr("model.LOGITS_BYTES", 5000)
         return measure_stages(config)
 
 

@@ -11,9 +11,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from costs import Trace
 from schedules import SCHEDULES
 from timetable import make_timetable
-from visualize import Trace, print_schedules
+from visualize import print_schedules
 
 ROOT = Path(__file__).parent.parent
 P4_M8 = ["--pp-size", "4", "--microbatches", "8"]
