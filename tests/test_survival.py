@@ -109,6 +109,26 @@ def numbers_of(metrics_file):
     return [tuple(json.loads(line)[key] for key in keys) for line in metrics_file.read_text().splitlines()]
 
 
+# --- stopped ---------------------------------------------------------------------------------------------------------
+
+
+def test_three_steps_and_three_more_are_six(start, tmp_path):
+    """dp 2, accumulation 4: of 22 sequences a step takes 8, so the third step, after which it stops, is in epoch 2."""
+    six_steps = ("training.steps=6", "training.gradient_accumulation_steps=4")
+    numbers, folders = [], (tmp_path / "at_once", tmp_path / "in_two")
+    for folder, stops in zip(folders, ((), (3,)), strict=True):
+        metrics = f"logging.metrics_file={folder}.jsonl"
+        for stop in (*stops, None):
+            limit = [f"training.max_tokens={stop * 8 * 16}"] if stop else []
+            run = start("dp2_zero1_bfloat16", *six_steps, *saving(folder, save_frequency=0), metrics, *limit)
+            finished(run, 0)
+            assert newest_step(folder) == (stop or 6)
+        numbers.append(numbers_of(folder.with_suffix(".jsonl")))
+    assert "resumed from" in run.output() and len(numbers[0]) == 6
+    assert numbers[0] == numbers[1]
+    assert tensors_of(checkpoints(folders[0])[6]) == tensors_of(checkpoints(folders[1])[6])
+
+
 # --- killed ----------------------------------------------------------------------------------------------------------
 
 
