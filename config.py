@@ -30,6 +30,7 @@ from pydantic_core import PydanticCustomError
 from architecture import ONLY_VALUE, lay_over, read_architecture, read_json, show
 
 Text = Annotated[str, Field(min_length=1)]
+Place = Annotated[Text, AfterValidator(os.path.expanduser)]  # ~ is the home folder, as in a shell
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -151,7 +152,7 @@ class DatasetConfig(Section):
     tokenizer: Text = "bytes"  # a token a byte and 256 for end of text; or a hub name or folder
     shuffle: bool = True  # another order in each epoch, by seed; false = the order of the text
     num_proc: PositiveInt = 1  # threads of the tokenizers library (bytes needs none)
-    cache_dir: Text = "cache"  # folder of the tokenised data
+    cache_dir: Place = "cache"  # folder of the tokenised data
 
     @model_validator(mode="after")
     def files_replace_the_default_name(self):
@@ -165,14 +166,14 @@ class LoggingConfig(Section):
     use_wandb: bool = False  # log to Weights & Biases, from rank 0
     project_name: Text = "pipeline-pretraining"  # wandb's project
     run_name: Text | None = None  # wandb's name of the run; null = wandb makes one up
-    metrics_file: Text | None = None  # JSONL, one object a step; null = none
+    metrics_file: Place | None = None  # JSONL, one object a step; null = none
     show_transfers: bool = False  # print every transfer between stages as it is posted
-    trace_file: Text | None = None  # Chrome trace of one step on all ranks; null = none
+    trace_file: Place | None = None  # Chrome trace of one step on all ranks; null = none
     trace_step: PositiveInt = 2  # which step is traced, counted from this run's start; the first one warms up
 
 
 class CheckpointConfig(Section):
-    save_dir: Text | None = None  # folder of the checkpoints; null = none
+    save_dir: Place | None = None  # folder of the checkpoints; null = none
     save_frequency: NonNegativeInt = 0  # steps from one checkpoint to the next; 0 = only at the end
     keep: PositiveInt | None = None  # the newest so many are kept; null = all
     resume: Text = "auto"  # auto = the newest whole one in save_dir; none; or the path of one

@@ -116,7 +116,7 @@ class Timetable:
         return f"{name} is a second backward after {before[1]}{microbatch}: B, or I and W, not both"
 
     def _name(self, rank, kind, chunk, microbatch):
-        return f"{kind}{microbatch} of stage {self.stages[rank][chunk]}"
+        return f"{Action(kind, chunk, microbatch)} of stage {self.stages[rank][chunk]}"
 
     # --- the play -----------------------------------------------------------------------------------------------
 

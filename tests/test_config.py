@@ -144,6 +144,13 @@ OTHER_VALUES = {
 }
 
 
+def test_the_home_folder(load, monkeypatch):
+    monkeypatch.setenv("HOME", "/elsewhere")
+    config = load("checkpoint.save_dir=~/saved", "dataset.cache_dir=~/cache", "logging.metrics_file=~/m.jsonl")
+    assert config.checkpoint.save_dir == "/elsewhere/saved"
+    assert config.dataset.cache_dir == "/elsewhere/cache" and config.logging.metrics_file == "/elsewhere/m.jsonl"
+
+
 @pytest.mark.parametrize("way", ["file", "command line"])
 def test_every_key_can_be_set(way, load, write, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -460,7 +460,7 @@ def test_a_file_that_cannot_be_used_is_told_why(tmp_path, source, message):
 
 def test_a_rank_that_waits_for_itself():
     lists = [[F(0), B(0), F(0, 1), B(0, 1)]]
-    message = "deadlock: rank 0, about to run B0 of stage 0, waits for B0 of stage 1 \\(later in its own list\\)"
+    message = "deadlock: rank 0, about to run B0 of stage 0, waits for B0' of stage 1 \\(later in its own list\\)"
     with pytest.raises(ScheduleError, match=message):
         Timetable(lists, lambda rank, chunk, size: chunk, num_microbatches=1, num_chunks=2)
 
