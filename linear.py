@@ -26,31 +26,38 @@ def deferred_weight_gradients():
         _deferred = None
 
 
-def linear(x, weight, bias=None):
-    """x [..., in] · weight [out, in] transposed + bias [out] -> [..., out]."""
-    return _Linear.apply(x, weight, bias)
+def linear(x, weight, bias=None, aside=None):
+    """x [..., in] · weight [out, in] transposed + bias [out] -> [..., out].
+
+    Backward leaves the weight gradient to whoever calls the closures in the list `aside`, if one is given. That must be
+    the backward of something before x; where x needs no gradient, there is none, and the list stays empty.
+    """
+    return _Linear.apply(x, weight, bias, aside)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias):
+    def forward(ctx, x, weight, bias, aside):
         ctx.save_for_backward(x)
+        ctx.aside = aside
         ctx.weight = weight  # the parameter itself: a saved tensor may come back (from recomputation) as a copy of it
         return _linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad_output):
         (x,), weight = ctx.saved_tensors, ctx.weight
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad
+        needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad_rows = grad_output.flatten(0, -2)  # [tokens, out]
         grad_input = _linear(grad_output, weight.t()) if needs_input else None
         grad_bias = grad_rows.sum(0) if needs_bias else None
-        grad_weight = None
-        if needs_weight and _deferred is None:
+        grad_weight, later = None, _deferred
+        if later is None and needs_input:
+            later = ctx.aside
+        if needs_weight and later is None:
             grad_weight = _weight_gradient(weight, grad_rows, x)
         elif needs_weight:
-            _deferred.append(lambda: _accumulate(weight, _weight_gradient(weight, grad_rows, x)))
-        return grad_input, grad_weight, grad_bias
+            later.append(lambda: _accumulate(weight, _weight_gradient(weight, grad_rows, x)))
+        return grad_input, grad_weight, grad_bias, None
 
 
 def _linear(x, weight, bias=None):

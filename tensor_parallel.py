@@ -55,31 +55,41 @@ def _shard_parameter(full, dim, rank, num_shards):
 
 
 def all_reduce(x, group):
-    """Sums x over the group, in place. On a CPU two ranks swap their tensors and add: tp 2 is 5 % faster than with
-    gloo's all-reduce (median of 7 pairs of steps, 90 % interval 2 to 7 %; benchmarks/compare.py, W1).
+    """Sums x over the group, in place."""
+    start_all_reduce(x, group)()
+
+
+def start_all_reduce(x, group):
+    """The same, without waiting: returns the function that does. On a CPU two ranks swap their tensors and add: tp 2 is
+    5 % faster than with gloo's all-reduce (median of 7 pairs of steps, 90 % interval 2 to 7 %; benchmarks/compare.py).
     """
     if x.is_cuda or group.size() != 2:
-        dist.all_reduce(x, group=group)
-        return
+        return dist.all_reduce(x, group=group, async_op=True).wait
     theirs, other = torch.empty_like(x), 1 - group.rank()
-    sent = dist.isend(x, group=group, group_dst=other)
-    dist.recv(theirs, group=group, group_src=other)
-    sent.wait()
-    x.add_(theirs)
+    handles = [dist.isend(x, group=group, group_dst=other), dist.irecv(theirs, group=group, group_src=other)]
+
+    def finish():
+        for handle in handles:
+            handle.wait()
+        x.add_(theirs)
+
+    return finish
 
 
 class _CopyToTensorParallel(torch.autograd.Function):
-    """f: identity forward, all-reduce backward."""
+    """f: identity forward, all-reduce backward, and meanwhile the weight gradients that the block put aside for it."""
 
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
+    def forward(ctx, x, region):
+        ctx.region = region
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
         grad = grad.clone(memory_format=torch.contiguous_format)  # autograd may still use the tensor it handed in
-        all_reduce(grad, ctx.group)
+        finish = start_all_reduce(grad, ctx.region.group)
+        ctx.region.compute_put_aside()
+        finish()
         return grad, None
 
 
@@ -87,9 +97,9 @@ class _ReduceFromTensorParallel(torch.autograd.Function):
     """g: all-reduce forward (in place: x is a matrix product nobody else holds), identity backward."""
 
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx, x, region):
         ctx.mark_dirty(x)
-        all_reduce(x, group)
+        all_reduce(x, region.group)
         return x
 
     @staticmethod
@@ -104,34 +114,38 @@ def _gather_sequence(x, group):
     return gathered.unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1, 2)  # [b, tp · s/tp, ...]
 
 
-def _reduce_scatter_sequence(x, group):
-    """[b, s, ...] summed over tp -> [b, s/tp, ...]."""
-    parts = x.unflatten(1, (group.size(), -1)).transpose(0, 1).flatten(0, 1)  # [tp · b, s/tp, ...]
+def _start_reduce_scatter_sequence(x, group):
+    """[b, s, ...] summed over tp -> [b, s/tp, ...], and the function that waits for it."""
+    parts = x.unflatten(1, (group.size(), -1)).transpose(0, 1).flatten(0, 1).contiguous()  # [tp · b, s/tp, ...]
     mine = torch.empty_like(parts[: x.size(0)])
-    dist.reduce_scatter_single(mine, parts.contiguous(), group=group)
-    return mine
+    return mine, dist.reduce_scatter_single(mine, parts, group=group, async_op=True).wait
 
 
 class _GatherSequence(torch.autograd.Function):
     """f with sequence parallelism."""
 
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return _gather_sequence(x, group)
+    def forward(ctx, x, region):
+        ctx.region = region
+        return _gather_sequence(x, region.group)
 
     @staticmethod
     def backward(ctx, grad):
-        return _reduce_scatter_sequence(grad, ctx.group), None
+        mine, finish = _start_reduce_scatter_sequence(grad, ctx.region.group)
+        ctx.region.compute_put_aside()
+        finish()
+        return mine, None
 
 
 class _ReduceScatterSequence(torch.autograd.Function):
     """g with sequence parallelism."""
 
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return _reduce_scatter_sequence(x, group)
+    def forward(ctx, x, region):
+        ctx.group = region.group
+        mine, finish = _start_reduce_scatter_sequence(x, region.group)
+        finish()
+        return mine
 
     @staticmethod
     def backward(ctx, grad):
@@ -144,14 +158,19 @@ class ParallelRegion:
     def __init__(self, group, sequence_parallel=False):
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self.sequence_parallel = sequence_parallel
+        self.aside = []  # weight gradients of the block whose backward runs, for the time that f's communication takes
 
     def enter(self, x):
         function = _GatherSequence if self.sequence_parallel else _CopyToTensorParallel
-        return function.apply(x, self.group) if self.size > 1 else x
+        return function.apply(x, self) if self.size > 1 else x
 
     def exit(self, x):
         function = _ReduceScatterSequence if self.sequence_parallel else _ReduceFromTensorParallel
-        return function.apply(x, self.group) if self.size > 1 else x
+        return function.apply(x, self) if self.size > 1 else x
+
+    def compute_put_aside(self):
+        while self.aside:
+            self.aside.pop(0)()
 
 
 # --- the layers -----------------------------------------------------------------------------------------------------
@@ -160,12 +179,14 @@ class ParallelRegion:
 class ColumnParallelLinear(nn.Module):
     """y_r = f(x) · W_rᵀ: `layer`'s output features are split, so y_r is this rank's share of y; x is whole.
 
-    `enters=False` when x went through f before, as q, k and v share the one at the entry of their block.
+    `enters=False` when x went through f before, as q, k and v share the one at the entry of their block. With
+    `overlaps` the weight gradient is put aside for f's backward, which keeps y's gradient until then.
     """
 
-    def __init__(self, layer, region, enters=True):
+    def __init__(self, layer, region, enters=True, overlaps=True):
         super().__init__()
         self.region, self.enters = region, enters
+        self.aside = region.aside if overlaps and region.size > 1 else None
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight = _shard_parameter(layer.weight, 0, region.rank, region.size)  # [out/tp, in]
         self.bias = None
@@ -173,7 +194,7 @@ class ColumnParallelLinear(nn.Module):
             self.bias = _shard_parameter(layer.bias, 0, region.rank, region.size)  # [out/tp]
 
     def forward(self, x):
-        return linear(self.region.enter(x) if self.enters else x, self.weight, self.bias)
+        return linear(self.region.enter(x) if self.enters else x, self.weight, self.bias, self.aside)
 
     def extra_repr(self):
         return f"in={self.in_features}, out={self.out_features}, tp_rank={self.region.rank}/{self.region.size}"
@@ -279,7 +300,7 @@ def apply_tensor_parallel(model, sequence_parallel=False):
     model.embedding = VocabParallelEmbedding(model.embedding, region)
     # The head's f stands behind the final norm: the loss may go through the head in pieces of the sequence.
     model.final_norm.register_forward_hook(lambda norm, arguments, x: region.enter(x))
-    model.final_proj = ColumnParallelLinear(model.final_proj, region, enters=False)
+    model.final_proj = ColumnParallelLinear(model.final_proj, region, enters=False, overlaps=False)
     model.loss_function = VocabParallelCrossEntropy(model.config.vocab_size, region)
     if model.config.tie_word_embeddings:
         model.tie_weights()
