@@ -183,7 +183,7 @@ class ColumnParallelLinear(nn.Module):
     `overlaps` the weight gradient is put aside for f's backward, which keeps y's gradient until then.
     """
 
-    def __init__(self, layer, region, enters=True, overlaps=True):
+    def __init__(self, layer, region, enters=True, overlaps=False):
         super().__init__()
         self.region, self.enters = region, enters
         self.aside = region.aside if overlaps and region.size > 1 else None
@@ -295,12 +295,13 @@ def apply_tensor_parallel(model, sequence_parallel=False):
         ):
             block.register_forward_pre_hook(enter_block)
             for name in columns:
-                setattr(block, name, ColumnParallelLinear(getattr(block, name), region, enters=False))
+                sharded = ColumnParallelLinear(getattr(block, name), region, enters=False, overlaps=True)
+                setattr(block, name, sharded)
             setattr(block, row, RowParallelLinear(getattr(block, row), region))
     model.embedding = VocabParallelEmbedding(model.embedding, region)
     # The head's f stands behind the final norm: the loss may go through the head in pieces of the sequence.
     model.final_norm.register_forward_hook(lambda norm, arguments, x: region.enter(x))
-    model.final_proj = ColumnParallelLinear(model.final_proj, region, enters=False, overlaps=False)
+    model.final_proj = ColumnParallelLinear(model.final_proj, region, enters=False)
     model.loss_function = VocabParallelCrossEntropy(model.config.vocab_size, region)
     if model.config.tie_word_embeddings:
         model.tie_weights()

@@ -277,7 +277,9 @@ def count_step(config):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", counting(dist.all_reduce, 2, 0))
         # Two ranks swap instead: as many bytes.
-        patch.setattr(tensor_parallel, "all_reduce", lambda x, group: dist.all_reduce(x, group=group))
+        patch.setattr(
+            tensor_parallel, "start_all_reduce", lambda x, group: dist.all_reduce(x, group=group, async_op=True).wait
+        )
         patch.setattr(dist, "all_gather_single", counting(dist.all_gather_single, 1, 0))
         patch.setattr(dist, "reduce_scatter_single", counting(dist.reduce_scatter_single, 1, 1))
         patch.setattr(dist, "batch_isend_irecv", batch_isend_irecv)
