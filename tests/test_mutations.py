@@ -37,7 +37,7 @@ MUTATIONS = {  # file, what is there, what replaces it, a layout and options who
         "for i in reversed(self.layers[self.stages[chunk]]):", (1, 1, 1), {},
     ),
     "pieces of the loss not weighted": (
-        "pipeline_parallel.py", "* (piece[1].numel() / targets.numel())", "* 1", (1, 1, 1), IN_PIECES,
+        "model.py", "* (piece[1].numel() / targets.numel())", "* 1", (1, 1, 1), IN_PIECES,
     ),
     "gradients not divided by dp_size": (
         "data_parallel.py", "gradient.div_(self.dp_size)", "gradient.div_(1)", DP, {},
@@ -73,11 +73,16 @@ MUTATIONS = {  # file, what is there, what replaces it, a layout and options who
         "data_parallel.py", "dist.all_reduce(self.gradient, group=pgm.process_group_manager.tp_group)", "pass",
         TP, SEQUENCE_PARALLEL,
     ),
-    "no all-reduce in f": ("tensor_parallel.py", "all_reduce(grad, ctx.group)", "pass", TP, {}),
-    "no all-reduce in g": ("tensor_parallel.py", "all_reduce(x, group)\n        return x", "return x", TP, {}),
+    "no all-reduce in f": (
+        "tensor_parallel.py", "finish = start_all_reduce(grad, ctx.region.group)", "finish = lambda: None", TP, {},
+    ),
+    "weight gradients that are put aside and forgotten": (
+        "tensor_parallel.py", "self.aside.pop(0)()", "self.aside.pop(0)", TP, {},
+    ),
+    "no all-reduce in g": ("tensor_parallel.py", "all_reduce(x, region.group)\n        return x", "return x", TP, {}),
     "no sum in reduce-scatter": (
-        "tensor_parallel.py", "dist.reduce_scatter_single(mine, parts.contiguous(), group=group)",
-        "mine.copy_(parts[group.rank() * x.size(0) :][: x.size(0)])", TP, SEQUENCE_PARALLEL,
+        "tensor_parallel.py", "mine, dist.reduce_scatter_single(mine, parts, group=group, async_op=True).wait",
+        "mine.copy_(parts[group.rank() * x.size(0) :][: x.size(0)]), lambda: None", TP, SEQUENCE_PARALLEL,
     ),
     "no all-reduce of the largest logit": (
         "tensor_parallel.py", "dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)", "pass", TP, {},

@@ -146,7 +146,11 @@ def dp_sum_one_gradient_too_early(patch, model):
 
 
 def f_left_out(patch, model):
-    patch.setattr(tensor_parallel._CopyToTensorParallel, "backward", staticmethod(lambda ctx, grad: (grad, None)))
+    def backward(ctx, grad):
+        ctx.region.compute_put_aside()
+        return grad, None
+
+    patch.setattr(tensor_parallel._CopyToTensorParallel, "backward", staticmethod(backward))
 
 
 def partial_gradients_not_summed(patch, model):
