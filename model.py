@@ -52,14 +52,17 @@ def _llama3_frequencies(inverse_frequency, rope):
 
 
 class Linear(nn.Linear):
-    """torch's, but only `materialize` draws its values: torch's own drawing imports its compiler on the meta device."""
+    """torch's. On the meta device it draws no values: torch's own drawing imports its compiler there."""
 
     def reset_parameters(self):
-        pass
+        if not self.weight.is_meta:
+            super().reset_parameters()
 
 
 class Embedding(nn.Embedding):
-    reset_parameters = Linear.reset_parameters
+    def reset_parameters(self):
+        if not self.weight.is_meta:
+            super().reset_parameters()
 
 
 class RMSNorm(nn.Module):
