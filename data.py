@@ -219,7 +219,7 @@ def read_cache(path: Path) -> TokenFile | None:
 
 def prepare_tokens(dataset) -> TokenFile:
     """The data set as tokens on disk. Every process calls this: one tokenises, the others wait for it."""
-    path = Path(dataset.cache_dir).expanduser() / f"{cache_key(dataset)}.bin"
+    path = Path(dataset.cache_dir) / f"{cache_key(dataset)}.bin"
     if tokens := read_cache(path):
         return tokens
     path.parent.mkdir(parents=True, exist_ok=True)

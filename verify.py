@@ -25,8 +25,8 @@ from pipeline_parallel import train_step_pipeline
 from tensor_parallel import Shard
 
 # How far apart two right answers are: plain PyTorch sums in another order than our layers, tp and dp in yet another.
-# Measured with 4 and 32 layers: 1e-15 and 1e-13, 2e-7 and 2e-6, 6e-3 and
-# 4e-2. So bfloat16, which rounds tp's partial sums to 8 bits, shows wrong factors and missing sums, no small mistakes.
+# Measured with 4 and 32 layers: 1e-15 and 1e-13, 2e-7 and 2e-6, 6e-3 and 4e-2. So bfloat16, which rounds tp's partial
+# sums to 8 bits, shows wrong factors and missing sums, no small mistakes.
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 0.1}
 SCALARS = ("loss", "gradient norm")  # compared like parameters with one element, but to a hundredth of the tolerance
 UNEQUAL = {  # what it means that ranks along an axis of the grid have different gradients of the same thing

@@ -74,14 +74,14 @@ MUTATIONS = {  # file, what is there, what replaces it, a layout and options who
         TP, SEQUENCE_PARALLEL,
     ),
     "no all-reduce in f": (
-        "tensor_parallel.py", "finish = start_all_reduce(grad, ctx.region.group)", "finish = lambda: None", TP, {},
+        "parallel_region.py", "finish = start_all_reduce(grad, ctx.region.group)", "finish = lambda: None", TP, {},
     ),
     "weight gradients that are put aside and forgotten": (
-        "tensor_parallel.py", "self.aside.pop(0)()", "self.aside.pop(0)", TP, {},
+        "parallel_region.py", "self.aside.pop(0)()", "self.aside.pop(0)", TP, {},
     ),
-    "no all-reduce in g": ("tensor_parallel.py", "all_reduce(x, region.group)\n        return x", "return x", TP, {}),
+    "no all-reduce in g": ("parallel_region.py", "all_reduce(x, region.group)\n        return x", "return x", TP, {}),
     "no sum in reduce-scatter": (
-        "tensor_parallel.py", "mine, dist.reduce_scatter_single(mine, parts, group=group, async_op=True).wait",
+        "parallel_region.py", "mine, dist.reduce_scatter_single(mine, parts, group=group, async_op=True).wait",
         "mine.copy_(parts[group.rank() * x.size(0) :][: x.size(0)]), lambda: None", TP, SEQUENCE_PARALLEL,
     ),
     "no all-reduce of the largest logit": (

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import parallel_region
 import pipeline_parallel
 import process_group_manager as pgm
-import tensor_parallel
 import train
 from config import load_config
 from data_parallel import DataParallelBucket
@@ -278,7 +278,7 @@ def count_step(config):
         patch.setattr(dist, "all_reduce", counting(dist.all_reduce, 2, 0))
         # Two ranks swap instead: as many bytes.
         patch.setattr(
-            tensor_parallel, "start_all_reduce", lambda x, group: dist.all_reduce(x, group=group, async_op=True).wait
+            parallel_region, "start_all_reduce", lambda x, group: dist.all_reduce(x, group=group, async_op=True).wait
         )
         patch.setattr(dist, "all_gather_single", counting(dist.all_gather_single, 1, 0))
         patch.setattr(dist, "reduce_scatter_single", counting(dist.reduce_scatter_single, 1, 1))

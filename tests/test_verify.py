@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import parallel_region
 import process_group_manager as pgm
-import tensor_parallel
 import train
 from config import load_config
 from data import prepare_tokens
@@ -150,7 +150,7 @@ def f_left_out(patch, model):
         ctx.region.compute_put_aside()
         return grad, None
 
-    patch.setattr(tensor_parallel._CopyToTensorParallel, "backward", staticmethod(backward))
+    patch.setattr(parallel_region._CopyToTensorParallel, "backward", staticmethod(backward))
 
 
 def partial_gradients_not_summed(patch, model):
