@@ -1,15 +1,15 @@
 """Checkpoints: Hugging Face model folders with the optimizer's state beside the weights, for every layout.
 
     config.json, generation_config.json, tokenizer files    so AutoModelForCausalLM.from_pretrained(folder) works
-    model-00001-of-00018.safetensors …                      a shard for the embedding, for each layer, for the head
+    model-00001-of-00018.safetensors …                      a file for the embedding, for each layer, for the head
     optimizer-exp_avg-00001-of-00018.safetensors …          Adam's two moments, under the same tensor names,
     optimizer-exp_avg_sq-…, optimizer-master-…              and the float32 weights of a bfloat16 model
     trainer_state.json                                      step, place in the data, settings
     SHA256SUMS                                              see checkpoint_folder.py
 
-Every tensor is written whole, and the model alone decides which shard holds it. So no layout is in any file, and each
-layout reads what any other wrote. The shards of a pipeline stage are shared out over its tp × dp ranks, which write at
-the same time, each with one shard in memory. Nothing is pickled.
+Every tensor is written whole, and the model alone decides which file holds it. So no layout is in any file, and each
+layout reads what any other wrote. The files of a pipeline stage are shared out over its tp × dp ranks, which write at
+the same time, each with one file's tensors in memory. Nothing is pickled.
 
 All ranks call the functions together; on a ValueError or OSError of one, all raise the same.
 """
@@ -27,8 +27,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
 import process_group_manager as pgm
-from checkpoint_folder import LAST as TRAINER_STATE
-from checkpoint_folder import on_all_ranks, write_folder, write_shard
+from checkpoint_folder import TRAINER_STATE, on_all_ranks, write_folder, write_tensors
 from config import ONLY_VALUE, Config, explain, lay_over, read_architecture, read_json
 from model import build_on_meta, named_parameters
 from pipeline_parallel import pipeline_communicate
@@ -54,16 +53,16 @@ def hugging_face_name(name):
     return name
 
 
-class ShardFile(NamedTuple):
+class TensorFile(NamedTuple):
     """One safetensors file: some tensors of one family, all of one pipeline stage."""
 
     family: str  # "model", or "optimizer-" and what the optimizer keeps for each weight
-    file: str
+    name: str
     shapes: dict  # {our name: full shape}
     nbytes: int
 
 
-def shard_files(config):
+def tensor_files(config):
     """All the safetensors files of a checkpoint of this model."""
     dtype = getattr(torch, config.dtype)
     optimizer_dtype = torch.promote_types(dtype, torch.float32)
@@ -77,7 +76,7 @@ def shard_files(config):
     for family, dtype in families.items():
         for i, shapes in enumerate(parts.values(), start=1):
             nbytes = dtype.itemsize * sum(shape.numel() for shape in shapes.values())
-            files.append(ShardFile(family, f"{family}-{i:05d}-of-{len(parts):05d}.safetensors", shapes, nbytes))
+            files.append(TensorFile(family, f"{family}-{i:05d}-of-{len(parts):05d}.safetensors", shapes, nbytes))
     return files
 
 
@@ -150,37 +149,37 @@ def save_checkpoint(save_dir, model, data_parallel, optimizer, trainer_state, to
 
     `trainer_state` is what `load_checkpoint` gives back. `tokenizer`: transformers' object, None for "bytes".
     """
-    local, shards = LocalState(model, data_parallel, optimizer), shard_files(model.config)
+    local, files = LocalState(model, data_parallel, optimizer), tensor_files(model.config)
     optimizer_step = max((int(adam["step"]) for adam in optimizer.state.values()), default=0)
     trainer_state = trainer_state | {"optimizer_step": optimizer_step}
     write_folder(
         Path(save_dir, f"step_{trainer_state['step']:08d}"),
-        lambda folder: write_shards(folder, shards, local),
-        lambda folder: write_descriptions(folder, shards, model.config, trainer_state, tokenizer),
+        lambda folder: write_tensor_files(folder, files, local),
+        lambda folder: write_descriptions(folder, files, model.config, trainer_state, tokenizer),
         keep,
     )
 
 
-def write_shards(folder, shards, local):
-    """Writes this rank's share of its stage's shards. Returns {file name: SHA-256}."""
+def write_tensor_files(folder, files, local):
+    """Writes this rank's share of its stage's files. Returns {file name: SHA-256}."""
     manager, sums, problem = pgm.process_group_manager, {}, None
     queues = [[] for _ in range(manager.dp_size * manager.tp_size)]  # one a writer, about equal in bytes
-    for shard in sorted(shards, key=lambda shard: -shard.nbytes):
-        here = [local.parameters[name] for name in shard.shapes if name in local.parameters]
+    for file in sorted(files, key=lambda file: -file.nbytes):
+        here = [local.parameters[name] for name in file.shapes if name in local.parameters]
         if here and not any(getattr(parameter, "is_copy", False) for parameter in here):
-            min(queues, key=lambda queue: sum(shard.nbytes for shard in queue)).append(shard)
-    # In rounds: each writer gets the tensors of one shard, then all of them write at the same time.
+            min(queues, key=lambda queue: sum(file.nbytes for file in queue)).append(file)
+    # In rounds: each writer gets the tensors of one file, then all of them write at the same time.
     for one_each in itertools.zip_longest(*queues):
-        mine = tensors = None  # frees the last shard
-        for writer, shard in enumerate(one_each):
-            if shard is not None:
+        mine = tensors = None  # frees the last file's
+        for writer, file in enumerate(one_each):
+            if file is not None:
                 writer = divmod(writer, manager.tp_size)
-                tensors = {hugging_face_name(name): local.gather(shard.family, name, *writer) for name in shard.shapes}
+                tensors = {hugging_face_name(name): local.gather(file.family, name, *writer) for name in file.shapes}
                 if writer == (manager.dp_rank, manager.tp_rank):
-                    mine = shard.file, tensors
+                    mine = file.name, tensors
         if mine and not problem:
             try:
-                sums[mine[0]] = write_shard(folder / mine[0], mine[1])
+                sums[mine[0]] = write_tensors(folder / mine[0], mine[1])
             except OSError as error:  # raised at the end: until then other writers need pieces from here
                 problem = error
     if problem:
@@ -188,8 +187,8 @@ def write_shards(folder, shards, local):
     return sums
 
 
-def write_descriptions(folder, shards, config, trainer_state, tokenizer):
-    """Everything but the shards."""
+def write_descriptions(folder, files, config, trainer_state, tokenizer):
+    """Everything but the tensors."""
     tokens = {"bos_token_id": None, "eos_token_id": END_OF_TEXT if config.vocab_size > END_OF_TEXT else None}
     if tokenizer is not None:
         tokens = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
@@ -201,10 +200,10 @@ def write_descriptions(folder, shards, config, trainer_state, tokenizer):
         "generation_config.json": tokens,
         TRAINER_STATE: trainer_state | {"versions": versions},
     }
-    for shard in shards:
-        index = descriptions.setdefault(INDEX.format(shard.family), {"metadata": {"total_size": 0}, "weight_map": {}})
-        index["metadata"]["total_size"] += shard.nbytes
-        index["weight_map"].update({hugging_face_name(name): shard.file for name in shard.shapes})
+    for file in files:
+        index = descriptions.setdefault(INDEX.format(file.family), {"metadata": {"total_size": 0}, "weight_map": {}})
+        index["metadata"]["total_size"] += file.nbytes
+        index["weight_map"].update({hugging_face_name(name): file.name for name in file.shapes})
     for name, description in descriptions.items():
         (folder / name).write_text(json.dumps(description, indent=2) + "\n")
 
@@ -221,9 +220,9 @@ def load_checkpoint(path, model, data_parallel, optimizer):
 
     def load():
         check_architecture(path, model.config)
-        local, shards = LocalState(model, data_parallel, optimizer), shard_files(model.config)
-        for family in sorted({shard.family for shard in shards}):
-            load_family(path, family, shards, local)
+        local, files = LocalState(model, data_parallel, optimizer), tensor_files(model.config)
+        for family in sorted({file.family for file in files}):
+            load_family(path, family, files, local)
         state = read_trainer_state(path)
         for adam in optimizer.state.values():
             adam["step"].fill_(state["optimizer_step"])
@@ -237,7 +236,7 @@ def load_weights(path, model, data_parallel, optimizer):
 
     def load():
         check_architecture(path, model.config, {"dtype"})
-        load_family(path, "model", shard_files(model.config), LocalState(model, data_parallel, optimizer))
+        load_family(path, "model", tensor_files(model.config), LocalState(model, data_parallel, optimizer))
         for bucket in data_parallel.buckets:
             bucket.master.copy_(bucket.values[bucket.shard])
 
@@ -259,28 +258,31 @@ def check_architecture(folder, config, ignored=frozenset()):
         raise ValueError(f"{wanted}, but {folder} has {', '.join(str(getattr(theirs, key)) for key in other)}")
 
 
-def load_family(folder, family, shards, local):
+def load_family(folder, family, files, local):
     """Reads this rank's slice of each tensor. The files are mapped into memory: only that is read from the disk."""
-    files = find_tensors(Path(folder), family, shards)
-    for path in sorted(set(files.values())):
+    path_of = find_tensors(Path(folder), family, files)
+    for path in sorted(set(path_of.values())):
         with safe_open(path, "pt") as file:
             for name, parameter in local.parameters.items():
-                if files[hugging_face_name(name)] == path:
+                if path_of[hugging_face_name(name)] == path:
                     shard = getattr(parameter, "shard", None)
                     place = ... if shard is None else place_of(shard, pgm.process_group_manager.tp_rank)
                     piece, _, place_in_part = local.pieces[family, name]
                     piece.copy_(file.get_slice(hugging_face_name(name))[place].flatten()[place_in_part])
 
 
-def find_tensors(folder, family, shards):
-    """{Hugging Face name: path} of a folder's tensors. ValueError unless they are the model's, no less and no more."""
+def find_tensors(folder, family, files):
+    """{Hugging Face name: path} of a folder's tensors. ValueError unless they are the model's, no less and no more.
+
+    But for what old folders have beside it: the rotary table of a layer, and the output matrix where it is tied.
+    """
     index, single = folder / INDEX.format(family), folder / f"{family}.safetensors"
     if not index.exists() and not single.exists():
         raise ValueError(f"{folder} has neither {single.name} nor {index.name}, and no other format is read")
-    shapes = {hugging_face_name(name): shape for shard in shards for name, shape in shard.shapes.items()}
+    shapes = {hugging_face_name(name): shape for file in files for name, shape in file.shapes.items()}
     found = {}
-    files = set(read_json(index).get("weight_map", {}).values()) if index.exists() else {single.name}
-    for path in sorted(folder / file for file in files):
+    names = set(read_json(index).get("weight_map", {}).values()) if index.exists() else {single.name}
+    for path in sorted(folder / name for name in names):
         try:
             file = safe_open(path, "pt")
         except SafetensorError as error:
@@ -288,6 +290,8 @@ def find_tensors(folder, family, shards):
         with file:
             for name in file.keys():  # noqa: SIM118
                 if name not in shapes:
+                    if name.endswith(".rotary_emb.inv_freq") or name == hugging_face_name("final_proj.weight"):
+                        continue
                     raise ValueError(f"{path} has a tensor that the model does not have: {name}")
                 shape, found[name] = torch.Size(file.get_slice(name).get_shape()), path
                 if shape != shapes[name]:

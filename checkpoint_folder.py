@@ -4,8 +4,8 @@
     save_dir/step_00000010/         whole: SHA256SUMS lists every file, as `sha256sum --check SHA256SUMS` expects it
 
 All files are on the disk before the folder gets its name by a rename, so a process may be killed at any moment. What is
-in the files is `checkpoint.py`'s affair. Apart from `verify_checkpoint`, the functions without a leading underscore are
-called by all ranks together, and an error on one of them is raised by all, so nobody waits for a rank that gave up.
+in the files is `checkpoint.py`'s affair. `lock_save_dir`, `write_folder` and `find_checkpoint` are called by all ranks
+together, and an error on one of them is raised by all, so nobody waits for a rank that gave up: see `on_all_ranks`.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from log import say
 SUMS = "SHA256SUMS"
 BLOCK = 2**20  # bytes of one read or write; writes of 64 MiB and more took up to ten times as long (Linux 6.18, ext4)
 DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16"}  # in a safetensors header
-LAST = "trainer_state.json"  # the last line of SHA256SUMS, which so cannot lose a line unseen
+TRAINER_STATE = "trainer_state.json"  # the last line of SHA256SUMS, which so cannot lose a line unseen
 
 
 def on_all_ranks(function, *arguments, only=None):
@@ -41,7 +41,7 @@ def on_all_ranks(function, *arguments, only=None):
     except OSError as problem:
         error = OSError(f"{problem} (rank {rank})")
     outcomes = [None] * pgm.process_group_manager.world_size
-    dist.all_gather_object(outcomes, (error, result))
+    dist.all_gather_object(outcomes, (error, result), group=pgm.process_group_manager.patient_group)
     for error, _ in outcomes:
         if error is not None:
             raise error
@@ -60,14 +60,19 @@ def lock_save_dir(save_dir):
             lock.acquire(timeout=0)
         except Timeout:
             raise ValueError(f"checkpoint.save_dir = {save_dir}: another run is using it, each needs its own") from None
+        mark.touch()
 
     def look():
-        if not Path(save_dir, ".lock").exists():
+        if not mark.exists():
             other = f"rank {pgm.process_group_manager.global_rank} has another"
             raise ValueError(f"checkpoint.save_dir = {save_dir}: must be one folder for all ranks, {other}")
 
+    mark = Path(save_dir, on_all_ranks(lambda: f".{secrets.token_hex(8)}", only=0)[0])  # .lock may be an old run's
     on_all_ranks(acquire, only=0)
-    on_all_ranks(look)
+    try:
+        on_all_ranks(look)
+    finally:
+        on_all_ranks(lambda: mark.unlink(missing_ok=True), only=0)
     return lock
 
 
@@ -96,7 +101,7 @@ def sha256(parts):
     return digest.hexdigest()
 
 
-def write_shard(path, tensors):
+def write_tensors(path, tensors):
     """A safetensors file: the length of its header in 8 bytes, the header, the tensors straight from their memory."""
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for name, tensor in tensors.items():
@@ -138,14 +143,14 @@ def _publish(temporary, final, sums, keep):
         name = str(path.relative_to(temporary))
         if name not in sums:
             sums[name] = write_file(path, path.read_bytes())  # again, to have it on the disk
-    in_order = sorted(sums, key=lambda name: (name == LAST, name))
+    in_order = sorted(sums, key=lambda name: (name == TRAINER_STATE, name))
     write_file(temporary / SUMS, "".join(f"{sums[name]}  {name}\n" for name in in_order).encode())
     _sync_folder(temporary)
     if final.exists():  # until the new one has the name, the old one stays a checkpoint under another
         final.rename(final.with_suffix(".old"))
     temporary.rename(final)
     _sync_folder(final.parent)
-    others = [path for path in _checkpoints_in(final.parent) if path.stem != final.name and (path / SUMS).exists()]
+    others = [path for path in checkpoints_in(final.parent) if path.stem != final.name and (path / SUMS).exists()]
     for path in others[keep - 1 :] if keep else []:
         path.rename(_hidden(path))
     _clean_up(final.parent)
@@ -160,7 +165,7 @@ def _clean_up(save_dir):
     """Deletes what a killed run left over, what `keep` gave up, and what was replaced."""
     for path in save_dir.glob(".tmp-step_*"):
         _delete(path)
-    for path in _checkpoints_in(save_dir):
+    for path in checkpoints_in(save_dir):
         if path.suffix and path.with_suffix("").exists():
             _delete(path.rename(_hidden(path)))  # hidden first: what is half deleted must not look like a checkpoint
 
@@ -180,7 +185,7 @@ def _sync_folder(path):
 # --- finding ---------------------------------------------------------------------------------------------------------
 
 
-def _checkpoints_in(save_dir):
+def checkpoints_in(save_dir):
     """The newest first. A step_00000010.old without its successor was left by a kill between the two renames."""
     paths = [path for path in Path(save_dir).glob("step_*") if re.fullmatch(r"step_\d{8,}(\.old)?", path.name)]
     for path in paths:
@@ -194,7 +199,7 @@ def find_checkpoint(resume, save_dir):
     manager = pgm.process_group_manager
     if resume == "none":
         return None
-    paths = on_all_ranks(_checkpoints_in, save_dir, only=0)[0] if resume == "auto" else [Path(resume)]
+    paths = on_all_ranks(checkpoints_in, save_dir, only=0)[0] if resume == "auto" else [Path(resume)]
     for path in paths:
         try:
             on_all_ranks(verify_checkpoint, path, manager.global_rank, manager.world_size)
@@ -218,7 +223,7 @@ def verify_checkpoint(path, part=0, num_parts=1):
         raise ValueError(f"{path} is not a whole checkpoint: it has no {SUMS}") from None
     except ValueError:
         sums = {}
-    if list(sums)[-1:] != [LAST]:
+    if list(sums)[-1:] != [TRAINER_STATE]:
         raise ValueError(f"{path / SUMS} is damaged")
     for name in list(sums)[part::num_parts]:
         try:

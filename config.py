@@ -94,7 +94,7 @@ RopeDict = Annotated[Rope, AfterValidator(lambda rope: rope.model_dump(exclude_n
 class ModelConfig(Section):
     """Names and defaults are LlamaConfig's, so a config.json that leaves a field out means the same model here."""
 
-    name: Text | None = None  # hub name, or folder with a config.json: the architecture that the keys below change
+    name: Place | None = None  # hub name, or folder with a config.json: the architecture that the keys below change
     hidden_size: PositiveInt = 4096  # width of the residual stream
     num_hidden_layers: PositiveInt = 32  # decoder layers
     num_attention_heads: PositiveInt = 32  # query heads
@@ -129,7 +129,7 @@ class TrainingConfig(Section):
     micro_batch_size: PositiveInt = 1  # sequences of one forward pass
     gradient_accumulation_steps: PositiveInt = 1  # micro-batches of a step, on each dp rank
     learning_rate: NonNegativeFloat = 3e-4  # the highest, at the end of the warm-up
-    min_learning_rate: NonNegativeFloat = 0.0  # the last, at the end of the cosine
+    min_learning_rate: NonNegativeFloat = 0.0  # where the cosine ends
     warmup_steps: NonNegativeInt = 0  # steps of linear rise to learning_rate
     weight_decay: NonNegativeFloat = 0.1  # AdamW, of matrices; norm weights and biases have none
     adam_beta1: Beta = 0.9  # decay of the first moment
@@ -143,13 +143,13 @@ class TrainingConfig(Section):
 
 class DatasetConfig(Section):
     name: Text | None = "python-stdlib"  # the standard library's source, or a data set of the hub; null with `files`
-    files: Annotated[list[Text], Field(min_length=1)] | None = None  # local .txt, .jsonl, .parquet instead of `name`
+    files: Annotated[list[Place], Field(min_length=1)] | None = None  # local .txt, .jsonl, .parquet instead of `name`
     subset_name: Text | None = None  # configuration of a hub data set
     split: Text = "train"  # of a hub data set
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0  # the last part of the tokens, kept for evaluation
-    validation_files: Annotated[list[Text], Field(min_length=1)] | None = None  # or local files of their own
+    validation_files: Annotated[list[Place], Field(min_length=1)] | None = None  # or local files of their own
     text_column: Text = "text"  # what to read of a row
-    tokenizer: Text = "bytes"  # a token a byte and 256 for end of text; or a hub name or folder
+    tokenizer: Place = "bytes"  # a token a byte and 256 for end of text; or a hub name or folder
     shuffle: bool = True  # another order in each epoch, by seed; false = the order of the text
     num_proc: PositiveInt = 1  # threads of the tokenizers library (bytes needs none)
     cache_dir: Place = "cache"  # folder of the tokenised data
@@ -176,8 +176,8 @@ class CheckpointConfig(Section):
     save_dir: Place | None = None  # folder of the checkpoints; null = none
     save_frequency: NonNegativeInt = 0  # steps from one checkpoint to the next; 0 = only at the end
     keep: PositiveInt | None = None  # the newest so many are kept; null = all
-    resume: Text = "auto"  # auto = the newest whole one in save_dir; none; or the path of one
-    init_from: Text | None = None  # weights to start from: a Hugging Face Llama, hub name or folder
+    resume: Place = "auto"  # auto = the newest whole one in save_dir; none; or the path of one
+    init_from: Place | None = None  # weights to start from: a Hugging Face Llama, hub name or folder
 
 
 class Config(Section):
@@ -207,6 +207,7 @@ def requirements(config: Config) -> Iterator[tuple[bool, str]]:
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         divides = getattr(m, key) % d.tp_size == 0
         yield divides, f"model.{key}: must be a multiple of distributed.tp_size; tp sizes for this model: {tp_sizes}"
+    yield m.vocab_size >= d.tp_size, "model.vocab_size: must be at least distributed.tp_size"
     divides = m.num_attention_heads % m.num_key_value_heads == 0
     yield divides, "model.num_key_value_heads: must divide model.num_attention_heads"
     divides = m.head_dim is not None
@@ -251,12 +252,12 @@ VALID_KEYS = [f"{name}.{key}" for name, field in Config.model_fields.items() for
 VALID_KEYS += ["model.rope_theta", "model.rope_scaling"]  # the form of transformers 4; see `lay_over`
 
 
-def unmet(config: Config, wrong: set[str]) -> Iterator[str]:
-    """The requirements that do not hold, but for those about a section or key that is `wrong` by itself."""
+def unmet(config: Config, exempt: set[str]) -> Iterator[str]:
+    """The requirements that do not hold, but for those about an `exempt` section or key."""
     key = re.compile(r"\b(?:" + "|".join(map(re.escape, VALID_KEYS)) + r")\b")
     for holds, text in requirements(config):
         about = {part for name in key.findall(text) for part in (name, name.split(".")[0])}
-        if not holds and not wrong & about:
+        if not holds and not exempt & about:
             yield key.sub(lambda match: f"{match[0]} = {show(attrgetter(match[0])(config))}", text)
 
 
@@ -297,26 +298,26 @@ def load_config(path: str, overrides: list[str]) -> Config:
             elif isinstance(base, dict):
                 given[section] = keys
 
-    wrong = set()  # sections and keys that no other key is held against
+    exempt = set()  # sections and keys that no other key is held against: wrong ones, and
+    if any(override.startswith("training.steps=") for override in overrides):
+        exempt.add("training.steps")  # a run cut short to try it may end inside its warm-up
     model = given.get("model")
     if isinstance(model, dict) and isinstance(model.get("name"), str):
         try:
             given["model"] = lay_over(lay_over({}, read_architecture(model["name"])), model)
         except ValueError as error:
             problems.append(str(error))
-            wrong.add("model")
-    if any(override.startswith("training.steps=") for override in overrides):
-        wrong.add("training.steps")  # not wrong: a run cut short to try it may end inside its warm-up
+            exempt.add("model")
     try:
         config = Config.model_validate(given)
     except ValidationError as error:
         for finding in error.errors():
             problems.append(explain(finding))
             section, *key = finding["loc"][:2]
-            wrong.add(".".join([section, *key]))
+            exempt.add(".".join([section, *key]))
             given[section].pop(key[0], None) if key else given.pop(section)
         config = Config.model_validate(given)  # without what is wrong, to see what else is
-    problems += unmet(config, wrong)
+    problems += unmet(config, exempt)
     if problems:
         raise ValueError("\n".join(problems))
     return config

@@ -38,6 +38,7 @@ class TokenFile:
     max_token_id: int
     num_documents: int
     tokenizer: str
+    sha256: str  # of all the tokens, in bytes
     first_token: int = 0  # where this part of the file begins
 
     def split(self, fraction: float) -> tuple["TokenFile", "TokenFile"]:
@@ -162,7 +163,7 @@ def write_tokens(dataset, path: Path) -> dict:
     """Tokenise all documents into the file `path`; return what TokenFile says about it."""
     encode, end_of_text, largest_id = load_tokenizer(dataset.tokenizer, dataset.num_proc)
     dtype = np.dtype(np.uint16 if largest_id <= np.iinfo(np.uint16).max else np.uint32)
-    num_tokens = num_documents = max_token_id = 0
+    num_tokens, num_documents, max_token_id, digest = 0, 0, 0, hashlib.sha256()
     documents = read_documents(dataset)
     with open(path, "wb") as file, tqdm(desc="tokenising", unit=" documents", mininterval=1.0) as progress:
         while batch := list(itertools.islice(documents, 64)):
@@ -170,6 +171,7 @@ def write_tokens(dataset, path: Path) -> dict:
                 for part in ([end_of_text], ids) if num_documents > 0 else (ids,):
                     part = np.asarray(part, dtype=dtype)
                     file.write(part)
+                    digest.update(part)
                     num_tokens += len(part)
                     max_token_id = max(max_token_id, int(part.max()))
                 num_documents += 1
@@ -180,7 +182,7 @@ def write_tokens(dataset, path: Path) -> dict:
     if num_tokens == 0:
         raise ValueError(f"the data set {dataset.files or dataset.name} is empty: no document has any text")
     counts = {"num_documents": num_documents, "num_tokens": num_tokens, "max_token_id": max_token_id}
-    return counts | {"dtype": dtype.name, "tokenizer": dataset.tokenizer}
+    return counts | {"dtype": dtype.name, "tokenizer": dataset.tokenizer, "sha256": digest.hexdigest()}
 
 
 # ---- Cache: one process tokenises, all others and all later runs read -----------------------------------------------
@@ -234,6 +236,9 @@ def prepare_tokens(dataset) -> TokenFile:
             # The .json makes an entry valid and comes last: what a killed build leaves is never taken for whole.
             partial.write_text(json.dumps(description))
             os.replace(partial, path.with_suffix(".json"))
+        except OSError as problem:  # that of a write does not name the file
+            problem.filename = problem.filename or f"{partial} (dataset.cache_dir)"
+            raise
         finally:
             partial.unlink(missing_ok=True)
     return read_cache(path)

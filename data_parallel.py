@@ -31,17 +31,22 @@ class Kind(NamedTuple):
     decay: bool  # weight decay applies: matrices, but neither norm weights nor biases
     has_copy: bool  # tied embedding with a copy at the other end of the pipeline: the two gradients are summed
     partial_over_tp: bool  # the gradient is that of this tp rank's tokens (or heads) only: summed over tp
-    counted: bool  # this rank counts it in the gradient norm: of replicas and copies, one rank does
+    counted: bool  # in the gradient norm, by this rank
 
 
 def _kind(parameter):
-    is_sharded = hasattr(parameter, "shard")
     return Kind(
         decay=parameter.ndim >= 2,
         has_copy=getattr(parameter, "has_copy", False),
         partial_over_tp=getattr(parameter, "partial_over_tp", False),
-        counted=(is_sharded or pgm.process_group_manager.tp_rank == 0) and not getattr(parameter, "is_copy", False),
+        counted=counts_here(parameter),
     )
+
+
+def counts_here(parameter):
+    """Whether this rank counts it where the whole model is summed up: of tp replicas and tied copies, one rank does."""
+    has_own = hasattr(parameter, "shard") or pgm.process_group_manager.tp_rank == 0
+    return has_own and not getattr(parameter, "is_copy", False)
 
 
 class Bucket:
@@ -83,9 +88,10 @@ class Bucket:
             for parameter, offset in zip(self.parameters, self.offsets, strict=True)
         ]
 
-    def register_grad_ready(self, _parameter):
-        """A gradient has been added. How many come in a step depends on the schedule (tied weights, W apart from I), so
-        the first step counts, and from the second on the reduction starts with the last of them.
+    def on_grad_ready(self, _parameter):
+        """A gradient has been added; or none, as autograd calls this for a weight gradient that is put off, too, and
+        linear.py once more when it has been added. How many calls a step makes depends on the schedule (that, and tied
+        weights): so the first step counts, and from the second on the reduction starts with the last of them.
         """
         self.arrived += 1
         if self.arrived == self.expected:
@@ -140,8 +146,8 @@ class DataParallelBucket(nn.Module):
         ]
         for bucket in self.buckets:
             for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(bucket.register_grad_ready)
-                parameter.grad_ready = bucket.register_grad_ready  # for linear.py, which adds to .grad by itself
+                parameter.register_post_accumulate_grad_hook(bucket.on_grad_ready)
+                parameter.grad_ready = bucket.on_grad_ready  # for linear.py, which adds to .grad by itself
 
     def forward(self, *arguments):
         return self.module(*arguments)
@@ -181,6 +187,14 @@ class DataParallelBucket(nn.Module):
             for bucket in self.buckets:
                 bucket.gradient.mul_(scale)
         return norm
+
+    def weights_are_finite(self):
+        """On all ranks."""
+        bad = torch.zeros((), device=self.buckets[0].values.device if self.buckets else torch.device("cpu"))
+        for bucket in self.buckets:
+            bad += (~bucket.master.isfinite()).any()
+        dist.all_reduce(bad)
+        return bad.item() == 0
 
     def where_not_finite(self):
         """In words, for every rank: the first gradient that is not finite, and on which rank."""

@@ -2,7 +2,7 @@
 
 Autograd keeps the result of every step of a formula and goes through memory once for each. Written out, backward keeps
 what went in and makes the rest again: a layer holds a quarter less, and RMSNorm and the rotary embedding take about
-half the time. Arithmetic is float32 or better, whatever the dtype of x.
+half the time. RMSNorm and the rotary embedding compute in float32 or better, whatever the dtype of x.
 """
 
 import torch
@@ -40,8 +40,9 @@ class _RMSNorm(torch.autograd.Function):
         normed = _widen(x) * scale  # [..., h]
         product = grad * normed
         grad_weight = product.flatten(0, -2).sum(0)  # [h]
-        along_x = (product @ weight.to(product.dtype)).div_(-x.size(-1)).unsqueeze(-1)  # [..., 1]
-        grad_x = torch.mul(grad, weight, out=product).addcmul_(normed, along_x).mul_(scale)
+        wide_weight = _widen(weight)
+        along_x = (product @ wide_weight).div_(-x.size(-1)).unsqueeze(-1)  # [..., 1]
+        grad_x = torch.mul(grad, wide_weight, out=product).addcmul_(normed, along_x).mul_(scale)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 

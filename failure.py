@@ -34,7 +34,7 @@ def answer_roll_call(rank):
     while not ending:
         if store_is_gone():
             with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as turn:
-                turn.bind(("", store_address()[1]))  # only the first on each machine gets it
+                turn.bind(("", store_address()[1]))  # one a machine gets it; local rank 0 may be gone
                 print("rank 0 does not answer any more; the run ends", file=sys.stderr, flush=True)
                 time.sleep(PATIENCE)
             os._exit(1)
@@ -140,6 +140,7 @@ def stop(problem, patience=60.0):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # training may have set it to something gentler
         time.sleep(patience)
     print("error: " + str(problem).replace("\n", "\n       "), file=sys.stderr, flush=True)
+    pgm.announce_stop()
     sys.exit(2)
 
 

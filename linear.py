@@ -17,7 +17,7 @@ _deferred = None  # the list that collects W closures while a backward runs as I
 
 @contextmanager
 def deferred_weight_gradients():
-    """Within it, backward leaves the weight gradients out and the yielded list gets one closure for each of them."""
+    """Within it, backward of `linear` leaves weight gradients out; the yielded list gets a closure for each of them."""
     global _deferred
     _deferred = closures = []
     try:
@@ -85,10 +85,7 @@ def _weight_gradient(weight, grad_rows, x):
 
 
 def _accumulate(weight, gradient):
-    """What autograd does at a leaf, outside of it: adds the gradient, if it is not there yet, and says so.
-
-    (Autograd said so for I as well, with nothing added. Who counts gradients counts both, and W's is the last.)
-    """
+    """What autograd does at a leaf, outside of it: adds the gradient, if it is not there yet, and says so."""
     if gradient is not None:
         weight.backward(gradient)
     else:

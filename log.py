@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
+from data_parallel import counts_here
 from timeline import bubbles
 
-# Dense bfloat16 peak of a GPU in FLOP/s, by a part of its name; the makers' data sheets.
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "V100": 125e12}
+# Dense bfloat16 peak of a GPU in FLOP/s, by a part of its name, the first that fits; the makers' data sheets.
+PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
 
 
 def check_outputs(settings):
@@ -79,13 +80,9 @@ def peak_memory(device):
 
 def count_parameters(model):
     """The whole model's parameters, counted from what the ranks hold: shards add up, replicas and copies count once."""
-    manager = pgm.process_group_manager
-    mine = sum(
-        parameter.numel()
-        for parameter in model.parameters()
-        if (hasattr(parameter, "shard") or manager.tp_rank == 0) and not getattr(parameter, "is_copy", False)
-    )
-    count = torch.tensor(mine if manager.dp_rank == 0 else 0, device=next(model.parameters()).device)
+    mine = sum(parameter.numel() for parameter in model.parameters() if counts_here(parameter))
+    is_counting = pgm.process_group_manager.dp_rank == 0
+    count = torch.tensor(mine if is_counting else 0, device=next(model.parameters()).device)
     dist.all_reduce(count)
     return count.item()
 

@@ -171,7 +171,8 @@ def head_loss(model, x, targets):
     def piece_loss(x, targets):
         return model.loss_function(model.final_proj(x), targets)
 
-    logits_bytes = targets.numel() * model.final_proj.weight.size(0) * torch.float32.itemsize
+    # out_features is the same on all tp ranks, their weights' rows are not: all have to cut alike.
+    logits_bytes = targets.numel() * model.final_proj.out_features * torch.float32.itemsize
     num_pieces = min(-(-logits_bytes // LOGITS_BYTES), targets.size(1))
     if num_pieces == 1:
         return piece_loss(x, targets)

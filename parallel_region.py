@@ -18,7 +18,7 @@ def all_reduce(x, group):
 
 def start_all_reduce(x, group):
     """The same, without waiting: returns the function that does. On a CPU two ranks swap their tensors and add: tp 2 is
-    5 % faster than with gloo's all-reduce (median of 7 pairs of steps, 90 % interval 2 to 7 %; benchmarks/compare.py).
+    5 % faster than with gloo's all-reduce (W1 of benchmarks/compare.py; 7 pairs of steps, 90 % interval 2 to 7 %).
     """
     if x.is_cuda or group.size() != 2:
         return dist.all_reduce(x, group=group, async_op=True).wait

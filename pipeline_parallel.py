@@ -2,11 +2,11 @@
 
     schedules.py   what every rank does, in order
     timetable.py   the same list with the transfers in it: `rank_program`
-    here           `PipelineParallel`, the stages of this rank, and `ScheduleRun`, which runs a program for one step
+    here           `PipelineParallel`, the stages of this rank, and `PipelineExecutor`, which runs a program for a step
 
 Contract at a boundary: one tensor (micro_batch_size, seq_length, hidden_size) in the model's dtype crosses it, forward
 as activations and backward as their gradient; with sequence parallelism seq_length is divided by tp_size. Everything
-else that a stage needs (tokens, targets, positions, masks) it reads from its own data loader, which gives every rank
+else that a stage needs (tokens or targets) it reads from its own data loader, which gives every rank
 the same micro-batch i. So no shape, flag or None ever travels.
 """
 
@@ -24,6 +24,8 @@ from linear import deferred_weight_gradients
 from model import head_loss, recompute, rotary_tables
 from schedules import Action, find_schedule, placement_of
 from timetable import rank_program
+
+SENDS_IN_FLIGHT = 4  # batches: enough to overlap, and few enough that outputs are freed, not collected
 
 
 def distribute_layers(num_layers, num_stages, layers_per_stage=None):
@@ -106,7 +108,7 @@ class PipelineParallel(nn.Module):
                 layer = partial(recompute, layer)
             x = layer(x, *self._rotary)
         if self.is_last(chunk):
-            x = self.final_norm(x)
+            x = self.final_norm(x)  # [b, s, h]: sequence parallelism gathers what it had split, see tensor_parallel.py
             return self.final_proj(x) if targets is None else head_loss(self, x, targets)
         return x
 
@@ -133,7 +135,7 @@ class Span(NamedTuple):
     end: object
 
 
-class ScheduleRun:
+class PipelineExecutor:
     """Runs one rank's program for one step. A dictionary holds each thing between two actions of one micro-batch."""
 
     def __init__(self, model, data_loader, tensor_shapes, device, dtype, forward_only=False):
@@ -166,14 +168,14 @@ class ScheduleRun:
         return torch.stack(self.losses).sum()
 
     def forward(self, kind, chunk, microbatch):
-        stage = self.model.stages[chunk]
-        x = None if self.model.is_first(chunk) else self._take((False, stage, microbatch), chunk)
-        batch = self.data_loader[microbatch]
-        x = batch["input_ids"] if x is None else x
-        if x.is_floating_point() and not self.forward_only:
-            x.requires_grad_()  # its .grad is what goes to the stage before
-        output = self.model(x, chunk, batch["target_ids"])
-        if self.model.is_last(chunk):
+        stage, is_first, is_last = self.model.stages[chunk], self.model.is_first(chunk), self.model.is_last(chunk)
+        batch = self.data_loader[microbatch] if is_first or is_last else {}
+        if is_first:
+            x = batch["input_ids"]
+        else:  # its .grad is what goes to the stage before
+            x = self._take((False, stage, microbatch), chunk).requires_grad_(not self.forward_only)
+        output = self.model(x, chunk, batch.get("target_ids"))
+        if is_last:
             # Here and nowhere else the loss is scaled: gradients of micro-batches add up to that of their mean.
             output = output / self.num_microbatches
             self.losses[microbatch] = output.detach()
@@ -241,9 +243,8 @@ class ScheduleRun:
             else:
                 key, tensor = arriving.pop(0)
                 self.inbox[key] = tensor, handle
-        # A few batches stay in flight: enough to overlap, and few enough that outputs are freed, not collected.
         self.sends_in_flight.append(leaving)
-        self._wait_for_sends(4)
+        self._wait_for_sends(SENDS_IN_FLIGHT)
 
     def _wait_for_sends(self, batches_left):
         while len(self.sends_in_flight) > batches_left:
@@ -273,10 +274,10 @@ def run_pipeline(model, data_loader, tensor_shapes, device, dtype, pp_engine, fo
     program = rank_program(
         pp_engine, manager.pp_rank, manager.pp_size, num_microbatches, model.num_chunks, forward_only=forward_only
     )
-    run = ScheduleRun(model, data_loader, tensor_shapes, device, dtype, forward_only)
-    loss = run.run(program)
+    executor = PipelineExecutor(model, data_loader, tensor_shapes, device, dtype, forward_only)
+    loss = executor.run(program)
     if not forward_only:
-        model.spans = run.spans
+        model.spans = executor.spans
     dist.all_reduce(loss, group=manager.pp_dp_group)
     return loss / manager.dp_size
 
@@ -284,7 +285,8 @@ def run_pipeline(model, data_loader, tensor_shapes, device, dtype, pp_engine, fo
 def evaluate(model, data_loader, tensor_shapes, device, dtype, num_steps):
     """Mean loss of the first `num_steps` global batches of `data_loader`: the model's own schedule, forward only."""
     total = 0
-    for data_loader.step in range(num_steps):
+    for step in range(num_steps):
+        data_loader.step = step
         total += run_pipeline(model, data_loader, tensor_shapes, device, dtype, model.pp_engine, forward_only=True)
     return total / num_steps
 

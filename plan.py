@@ -8,7 +8,6 @@ The figures are derived, in `stage_memory.py` and here; benchmarks/memory.py hol
 
 import json
 import re
-from functools import lru_cache
 from itertools import groupby, permutations, product
 
 from config import unmet
@@ -16,7 +15,7 @@ from log import flops_per_token
 from pipeline_parallel import distribute_layers
 from schedules import SCHEDULES, chunks_of, find_schedule
 from stage_memory import Sizes, Stage, actions_and_sends, rank_memory
-from timetable import make_timetable
+from timetable import timetable_of_run
 
 GIB = 2**30
 
@@ -67,6 +66,12 @@ def settle_stages(config):
     if d.pp_chunks is None:
         d.pp_chunks = chunks_of(find_schedule(d.pp_engine)) or 2
     rank_of = timetable_of(config).rank_of
+    ends = {rank_of[0], rank_of[len(rank_of) - 1]}
+    if config.model.tie_word_embeddings and len(ends) == 2 and ends != {0, d.pp_size - 1}:
+        raise ValueError(
+            f"model.tie_word_embeddings: true, but distributed.pp_engine {d.pp_engine!r} places the first and the last "
+            f"stage on pp ranks {' and '.join(map(str, sorted(ends)))}: must be 0 and {d.pp_size - 1}, or the same one"
+        )
     if d.pp_layers == "balanced":
         ranks = [rank_of[stage] for stage in range(len(rank_of))]
         d.pp_layers = balance_layers(num_layers, len(ranks), head_cost=head_cost(config), rank_of_stage=ranks)
@@ -99,10 +104,7 @@ def explain_stages(config):
 def timetable_of(config):
     """The timetable that the run takes its program from."""
     d = config.distributed
-    return _timetable(d.pp_engine, d.pp_size, config.training.gradient_accumulation_steps, d.pp_chunks)
-
-
-_timetable = lru_cache(make_timetable)
+    return timetable_of_run(d.pp_engine, d.pp_size, config.training.gradient_accumulation_steps, d.pp_chunks)
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------

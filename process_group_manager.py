@@ -4,10 +4,12 @@
 
 Every process holds one coordinate (dp_rank, pp_rank, tp_rank) of a three-dimensional grid.
 `setup_process_group_manager` joins the processes and makes one process group per line of that grid; everybody else
-reads the result as `pgm.process_group_manager.pp_rank` and friends. An axis of size 1 is a group of one: no code asks
-whether it is there.
+reads the result as `pgm.process_group_manager.pp_rank` and friends. An axis of size 1 is a group of one, so code need
+not ask whether it is there; where it does, it is to save work.
 """
 
+import contextlib
+import json
 import os
 import secrets
 import shlex
@@ -34,6 +36,11 @@ def rank_grid(tp_size, pp_size, dp_size):
     return torch.arange(dp_size * pp_size * tp_size).view(dp_size, pp_size, tp_size)
 
 
+def coordinates(rank, tp_size, pp_size, dp_size):
+    """[dp_rank, pp_rank, tp_rank] of a global rank."""
+    return (rank_grid(tp_size, pp_size, dp_size) == rank).nonzero()[0].tolist()
+
+
 def choose_device(name):
     """The torch.device of this process for `distributed.device`. Raises ValueError for "cuda" where there is none."""
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -41,9 +48,10 @@ def choose_device(name):
         raise ValueError("distributed.device: 'cuda', but torch sees no CUDA device here; use 'auto' or 'cpu'")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
+    num_processes = max(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), local_rank + 1)  # all of them see it, and at once
+    if num_processes > torch.cuda.device_count():
         raise ValueError(
-            f"distributed.device: local rank {local_rank} needs a GPU of its own, this machine has "
+            f"distributed.device: {num_processes} processes on this machine need a GPU each, it has "
             f"{torch.cuda.device_count()}; lower torchrun's --nproc_per_node or use distributed.device=cpu"
         )
     return torch.device("cuda", local_rank)
@@ -63,8 +71,12 @@ def check_world_size(config, world_size):
         raise ValueError(f"world size {world_size} != {grid}; {hint}")
 
 
-def join_processes(device, timeout_seconds):
-    """`init_process_group` for torchrun's processes, or for this one alone. Collectives time out, arriving does not."""
+def join_processes(device, timeout_seconds, settings=None):
+    """`init_process_group` for torchrun's processes, or for this one alone.
+
+    A collective waits `timeout_seconds` for a missing rank; here the first one waits `LATE_START` for the last.
+    `settings`: {name: value} that all ranks must have alike, or each raises the same ValueError.
+    """
     global store, timeout
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if device.type == "cuda":
@@ -76,6 +88,7 @@ def join_processes(device, timeout_seconds):
         # of any collective, whose timeout then only has to cover a training step.
         shared, rank, world_size = next(dist.rendezvous("env://", timeout=LATE_START))
         store = wait_for_all(shared, rank, world_size)
+        check_same_everywhere({**(settings or {}), "distributed.device": device.type}, rank, world_size)
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
@@ -89,18 +102,64 @@ def wait_for_all(shared, rank, world_size):
     if rank == 0:  # names the start, and welcomes the others when the last of them has said hello
         mine = dist.PrefixStore(me, shared)
         shared.set("start", me)
-        names = [mine.get(f"hello/{other}") for other in range(1, world_size)]
-        for other, name in enumerate(names, start=1):
-            mine.set(f"welcome/{other}", name)
+        wait_for_hellos(shared, mine, world_size)
+        for other in range(1, world_size):
+            mine.set(f"welcome/{other}", mine.get(f"hello/{other}"))
         return mine
     start = None
-    while True:
+    while not is_stopped(shared):
         if (latest := shared.get("start")) != start:  # if still an earlier start's: its welcome is to another process
             start, mine = latest, dist.PrefixStore(latest.decode(), shared)
             mine.set(f"hello/{rank}", me)
         if mine.check([f"welcome/{rank}"]) and mine.get(f"welcome/{rank}").decode() == me:
             return mine
         time.sleep(0.05)
+
+
+def wait_for_hellos(shared, mine, world_size):
+    """Until every rank has said hello. After a minute it says who has not."""
+    started, missing, is_said = time.monotonic(), range(1, world_size), False
+    while missing := [rank for rank in missing if not mine.check([f"hello/{rank}"]) and not is_stopped(shared)]:
+        waited, names = time.monotonic() - started, ", ".join(map(str, missing))
+        if waited > LATE_START.total_seconds():
+            raise ValueError(f"rank {names} did not come within {LATE_START}")
+        if waited > 60 and not is_said:
+            print(f"waiting for rank {names}: still busy with the data?", flush=True)
+            is_said = True
+        time.sleep(0.05)
+
+
+def announce_stop():
+    """Tells the other machines, whose ranks wait for this one to come, that it does not."""
+    if store is None and int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
+        with contextlib.suppress(RuntimeError):  # nobody there to be told
+            shared, rank, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=5)))
+            shared.set(_stopped(), str(rank))
+
+
+def is_stopped(shared):
+    """Raises ValueError when a rank on another machine has ended with an error before it could come."""
+    if shared.check([_stopped()]):
+        raise ValueError(f"rank {shared.get(_stopped()).decode()} has ended with an error, told on its own machine")
+    return False
+
+
+def _stopped():
+    return f"stopped/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"  # the store outlives a restart
+
+
+def check_same_everywhere(settings, rank, world_size):
+    """Through the store, as ranks that are set up differently could not talk in any group."""
+    store.set(f"settings/{rank}", json.dumps(settings))
+    of_ranks = [json.loads(text) for text in store.multi_get([f"settings/{other}" for other in range(world_size)])]
+    store.set(f"settings_seen/{rank}", "")
+    if rank == 0:  # it may take the store along
+        store.wait([f"settings_seen/{other}" for other in range(world_size)])
+    for other, theirs in enumerate(of_ranks):
+        for name, value in of_ranks[0].items():
+            if theirs.get(name) != value:
+                shown = f"rank 0 has {json.dumps(value)}, rank {other} {json.dumps(theirs.get(name))}"
+                raise ValueError(f"{name} is not the same on all ranks: {shown}")
 
 
 class ProcessGroupManager:
@@ -117,7 +176,7 @@ class ProcessGroupManager:
         self.tp_size, self.pp_size, self.dp_size = tp_size, pp_size, dp_size
 
         grid = rank_grid(tp_size, pp_size, dp_size)
-        self.dp_rank, self.pp_rank, self.tp_rank = (grid == self.global_rank).nonzero()[0].tolist()
+        self.dp_rank, self.pp_rank, self.tp_rank = coordinates(self.global_rank, tp_size, pp_size, dp_size)
         # Lines of the grid, one group a row.
         tp_lines = grid.reshape(-1, tp_size)
         pp_lines = grid.transpose(1, 2).reshape(-1, pp_size)
@@ -129,6 +188,8 @@ class ProcessGroupManager:
         self.pp_dp_group, self.pp_dp_ranks = self._new_group(pp_dp_planes)
         # Tied embeddings have a copy at both ends of a pipeline; their gradients are summed over this group.
         self.embedding_group, self.embedding_ranks = self._new_group(pp_lines[:, [0, -1]] if pp_size > 1 else pp_lines)
+        # For what one rank does while the others wait, however long: objects, by gloo, on GPUs too.
+        self.patient_group = dist.new_group(backend="gloo", timeout=LATE_START)
 
     def _new_group(self, lines):
         """A group of every row, made on every rank in the same order (else: hang); returns this rank's own."""
@@ -156,12 +217,3 @@ def setup_process_group_manager(tp_size, pp_size, dp_size, device=torch.device("
     process_group_manager = ProcessGroupManager(tp_size, pp_size, dp_size)
     process_group_manager.warm_up(device)
     return process_group_manager
-
-
-def check_same_everywhere(value, what):
-    """Raises the same ValueError on all ranks unless all of them have the same `value`."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    for rank, other in enumerate(values):
-        if other != values[0]:
-            raise ValueError(f"{what} is not the same on all ranks: rank {rank} has another than rank 0")

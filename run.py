@@ -1,13 +1,13 @@
 """A run: the model on this rank, its optimizer, and where training stands. Built from a config, saved and restored."""
 
+import os
 from pathlib import Path
 
 import torch
 
 import failure
 from checkpoint import load_checkpoint, load_weights, save_checkpoint
-from checkpoint_folder import find_checkpoint, lock_save_dir, on_all_ranks
-from data import cache_key
+from checkpoint_folder import checkpoints_in, find_checkpoint, lock_save_dir, on_all_ranks
 from data_parallel import DataParallelBucket
 from log import say
 from model import build_on_meta, materialize
@@ -29,6 +29,14 @@ def build_model(config, device):
     return materialize(model, config.model, config.training.seed, device)
 
 
+def boundary_of(config, device):
+    """(shape, device, dtype) of the one tensor that crosses a stage boundary, either way."""
+    training, distributed = config.training, config.distributed
+    local_seq_length = training.seq_length // (distributed.tp_size if distributed.sequence_parallel else 1)
+    shape = (training.micro_batch_size, local_seq_length, config.model.hidden_size)
+    return shape, device, getattr(torch, config.model.dtype)
+
+
 class Run:
     """Model, optimizer and where training stands: what a checkpoint holds."""
 
@@ -48,10 +56,12 @@ class Run:
         self.saved_step, self.tokenizer = None, None
         data = config.dataset
         self.data = {  # what decides which tokens the n-th sequence has
-            "key": cache_key(data),
+            "sha256": train_data.tokens.sha256,
             "validation_fraction": data.validation_fraction,
             "order": [data.shuffle, training.seed, training.seq_length],
         }
+        layout = {"micro_batch_size", "gradient_accumulation_steps"}
+        self.course = training.model_dump(exclude=layout) | {"global_batch_size": config.global_batch_size}
 
     def restore(self):
         """Continues from a checkpoint, or starts from given weights. Raises the same ValueError on all ranks."""
@@ -60,9 +70,11 @@ class Run:
             self.lock = lock_save_dir(checkpoint.save_dir)
             on_all_ranks(self._load_tokenizer, only=0)
             if checkpoint.resume == "none" and any(Path(checkpoint.save_dir).glob("step_*")):
-                raise ValueError(
-                    f"checkpoint.resume: 'none', but {checkpoint.save_dir} has checkpoints; empty it first"
-                )
+                if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":  # else: they are this run's own
+                    raise ValueError(
+                        f"checkpoint.resume: 'none', but {checkpoint.save_dir} has checkpoints; empty it first"
+                    )
+                checkpoint.resume = "auto"
         path = None
         if checkpoint.save_dir or checkpoint.resume not in ("auto", "none"):
             path = find_checkpoint(checkpoint.resume, checkpoint.save_dir)
@@ -71,14 +83,27 @@ class Run:
             self.step, self.tokens, self.sequences = state["step"], state["tokens"], state["sequences"]
             self.saved_step = self.step if path.parent == Path(checkpoint.save_dir or "") else None
             say(f"resumed from {path} at step {self.step}")
-            if state["data"] != self.data:
-                say("warning: the data set, its tokenizer or its order is not the checkpoint's: it starts anew")
-                self.sequences = 0
+            self._compare(state)
             if checkpoint.init_from:
                 say(f"checkpoint.init_from = {checkpoint.init_from}: not used, the weights are the checkpoint's")
         elif checkpoint.init_from:
             load_weights(checkpoint.init_from, *parts)
             say(f"weights from {checkpoint.init_from}")
+
+    def _compare(self, state):
+        """Says where this run is not the one that saved `state`, which has just been loaded."""
+        if state["data"] != self.data:
+            say("warning: the data set, its tokenizer or its order is not the checkpoint's: it starts anew")
+            self.sequences = 0
+        then = state.get("course", self.course)
+        changes = [f"{key} {then.get(key)} -> {now}" for key, now in self.course.items() if then.get(key) != now]
+        if changes:
+            say(f"note: since that checkpoint: {', '.join(changes)}")
+        checkpoint = self.config.checkpoint
+        if checkpoint.resume != "auto" and self.saved_step is not None:
+            newest = checkpoints_in(checkpoint.save_dir)[0]
+            if int(newest.stem[5:]) > self.step:
+                say(f"warning: {newest} is later: checkpoint.resume=auto would take it, and checkpoint.keep counts it")
 
     def _load_tokenizer(self):
         """For its files in the checkpoint: at the start, since that it cannot be had should not come up hours later."""
@@ -96,6 +121,7 @@ class Run:
             "tokens": self.tokens,
             "sequences": self.sequences,
             "data": self.data,
+            "course": self.course,
             "config": self.config.model_dump(exclude={"distributed"}),  # no layout in any file
         }
         parts = (self.model, self.data_parallel, self.optimizer)

@@ -179,7 +179,7 @@ def dualpipev(pp_rank, pp_size, num_microbatches):
     """
     n = max(num_microbatches, 2 * pp_size)  # the pattern needs so many; `_only` takes the surplus out again
     down, up = 0, 1
-    before, after = pp_size - pp_rank - 1, pp_rank + 1  # ranks below this one in the V; this one and those above
+    below, here_and_above = pp_size - pp_rank - 1, pp_rank + 1  # numbers of ranks in the V
     microbatches = {(is_forward, chunk): count() for is_forward in (True, False) for chunk in (down, up)}
     actions, left_over = [], []
 
@@ -189,31 +189,31 @@ def dualpipev(pp_rank, pp_size, num_microbatches):
         if kind == "I":
             left_over.append(W(microbatch, chunk))
 
-    for _ in range(2 * before):  # 1: fill
+    for _ in range(2 * below):  # 1: fill
         do("F", down)
-    for _ in range(after):  # 2: both directions forward
+    for _ in range(here_and_above):  # 2: both directions forward
         do("F", down)
         do("F", up)
-    for _ in range(before):  # 3: the first gradients go down quickly
+    for _ in range(below):  # 3: the first gradients go down quickly
         do("I", up)
         actions.append(left_over.pop(0))
         do("F", up)
-    for _ in range(n - 2 * pp_size + after):  # 4: steady
+    for _ in range(n - 2 * pp_size + here_and_above):  # 4: steady
         do("F", down)
         do("B", up)
         do("F", up)
         do("B", down)
-    for _ in range(before):  # 5: the last forwards
+    for _ in range(below):  # 5: the last forwards
         do("B", up)
         do("F", up)
         do("B", down)
-    for i in range(after):  # 6: drain; from half-way on, W waits
-        do("B" if i < (after + 1) // 2 else "I", up)
-        do("B" if i < after // 2 else "I", down)
-    for _ in range(before):  # 7
+    for i in range(here_and_above):  # 6: drain; from half-way on, W waits
+        do("B" if i < (here_and_above + 1) // 2 else "I", up)
+        do("B" if i < here_and_above // 2 else "I", down)
+    for _ in range(below):  # 7: W that waited, between the last I
         actions.append(left_over.pop(0))
         do("I", down)
-    return _only(actions + left_over, num_microbatches)  # 8
+    return _only(actions + left_over, num_microbatches)  # 8: and the rest of W
 
 
 def _only(actions, num_microbatches):

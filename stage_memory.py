@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from model import LOGITS_BYTES
+from pipeline_parallel import SENDS_IN_FLIGHT
 from schedules import Action
 
 
@@ -48,7 +49,7 @@ class Sizes:
         matrix_inputs, matrix_gradients = 2 * h + q + mlp, 2 * h + q + 2 * kv + 2 * mlp
         self.layer_left = self.element * tokens * (matrix_inputs + matrix_gradients)  # from I to W
 
-        num_pieces = min(-(-4 * tokens * vocab // LOGITS_BYTES), t.seq_length)  # as in PipelineParallel.loss
+        num_pieces = min(-(-4 * tokens * vocab // LOGITS_BYTES), t.seq_length)  # as in model.head_loss
         self.recomputes_logits = num_pieces > 1
         piece = t.micro_batch_size * -(-t.seq_length // num_pieces) * vocab
         self.softmax = 0 if self.recomputes_logits else self.wide * piece  # kept
@@ -121,7 +122,7 @@ class Stage:
 def actions_and_sends(timetable):
     """Of every rank: [(kind, chunk, number of boundary tensors that wait meanwhile), …], and how many it sends in all.
 
-    As pipeline_parallel.ScheduleRun has them: received and not yet used, made and not yet sent, four batches of sends.
+    As PipelineExecutor has them: received and not yet used, made and not yet sent, and the sends in flight.
     """
     ranks, last = [], timetable.num_stages - 1
     for rank, stages in enumerate(timetable.stages):
@@ -136,7 +137,7 @@ def actions_and_sends(timetable):
             else:
                 sends = sum(transfer.source_rank == rank for transfer in step)
                 waiting += len(step) - 2 * sends
-                leaving, num_sends = [*leaving[-3:], sends], num_sends + sends
+                leaving, num_sends = [*leaving, sends][-SENDS_IN_FLIGHT:], num_sends + sends
         ranks.append((actions, num_sends))
     return ranks
 

@@ -53,24 +53,24 @@ def _shard_parameter(full, dim, rank, num_shards):
 
 
 class ColumnParallelLinear(nn.Module):
-    """y_r = f(x) · W_rᵀ: `layer`'s output features are split, so y_r is this rank's share of y; x is whole.
+    """y_r = x · W_rᵀ: `layer`'s output features are split, so y_r is this rank's share of y. x is whole and has been
+    through f, as q, k and v share the one at the entry of their block. `out_features` is the largest rank's share.
 
-    `enters=False` when x went through f before, as q, k and v share the one at the entry of their block. With
-    `overlaps` the weight gradient is put aside for f's backward, which keeps y's gradient until then.
+    With `overlaps` the weight gradient is put aside for f's backward, which keeps y's gradient until then.
     """
 
-    def __init__(self, layer, region, enters=True, overlaps=False):
+    def __init__(self, layer, region, overlaps=False):
         super().__init__()
-        self.region, self.enters = region, enters
+        self.region = region
         self.aside = region.aside if overlaps and region.size > 1 else None
-        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.in_features, self.out_features = layer.in_features, shard_range(layer.out_features, 0, region.size)[1]
         self.weight = _shard_parameter(layer.weight, 0, region.rank, region.size)  # [out/tp, in]
         self.bias = None
         if layer.bias is not None:
             self.bias = _shard_parameter(layer.bias, 0, region.rank, region.size)  # [out/tp]
 
     def forward(self, x):
-        return linear(self.region.enter(x) if self.enters else x, self.weight, self.bias, self.aside)
+        return linear(x, self.weight, self.bias, self.aside)
 
     def extra_repr(self):
         return f"in={self.in_features}, out={self.out_features}, tp_rank={self.region.rank}/{self.region.size}"
@@ -82,7 +82,7 @@ class RowParallelLinear(nn.Module):
     def __init__(self, layer, region):
         super().__init__()
         self.region = region
-        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.in_features, self.out_features = layer.in_features // region.size, layer.out_features
         self.weight = _shard_parameter(layer.weight, 1, region.rank, region.size)  # [out, in/tp]
         self.bias = layer.bias  # whole on every rank, added once, after the sum
 
@@ -171,13 +171,13 @@ def apply_tensor_parallel(model, sequence_parallel=False):
         ):
             block.register_forward_pre_hook(enter_block)
             for name in columns:
-                sharded = ColumnParallelLinear(getattr(block, name), region, enters=False, overlaps=True)
+                sharded = ColumnParallelLinear(getattr(block, name), region, overlaps=True)
                 setattr(block, name, sharded)
             setattr(block, row, RowParallelLinear(getattr(block, row), region))
     model.embedding = VocabParallelEmbedding(model.embedding, region)
     # The head's f stands behind the final norm: the loss may go through the head in pieces of the sequence.
     model.final_norm.register_forward_hook(lambda norm, arguments, x: region.enter(x))
-    model.final_proj = ColumnParallelLinear(model.final_proj, region, enters=False)
+    model.final_proj = ColumnParallelLinear(model.final_proj, region)
     model.loss_function = VocabParallelCrossEntropy(model.config.vocab_size, region)
     if model.config.tie_word_embeddings:
         model.tie_weights()

@@ -3,7 +3,7 @@
     … train.py --config configs/tiny_pp2_tp2.json logging.trace_file=trace.json
     python visualize.py trace.json -o timeline.svg             # or open trace.json in https://ui.perfetto.dev
 
-`pipeline_parallel.ScheduleRun` records a Span per action and per wait; here they are added up over the ranks.
+`pipeline_parallel.PipelineExecutor` records a Span per action and per wait; here they are added up over the ranks.
 """
 
 import json

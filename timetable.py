@@ -54,20 +54,22 @@ class Timetable:
     action of one chunk, or a list of it by stage); `transfer` is the time a result takes to reach another rank.
     """
 
-    def __init__(
-        self, lists, placement, num_microbatches, num_chunks=1, costs=UNIT_COSTS, transfer=0, forward_only=False
-    ):
+    def __init__(self, lists, placement, num_microbatches, num_chunks=1, costs=UNIT_COSTS, transfer=0):
         self.lists, self.costs, self.transfer = lists, costs, transfer
         self.pp_size, self.num_microbatches, self.num_chunks = len(lists), num_microbatches, num_chunks
         self.num_stages = self.pp_size * num_chunks
         if not callable(placement):
             raise ScheduleError(f"placement = {placement!r}: must be a function (pp_rank, chunk, pp_size) -> stage")
-        self.stages = [[placement(r, c, self.pp_size) for c in range(num_chunks)] for r in range(self.pp_size)]
-        if set(chain(*self.stages)) != set(range(self.num_stages)):
+        try:
+            self.stages = [[placement(r, c, self.pp_size) for c in range(num_chunks)] for r in range(self.pp_size)]
+        except Exception as problem:
+            raise ScheduleError(f"the placement failed: {type(problem).__name__}: {problem}") from problem
+        stages = list(chain(*self.stages))
+        if not all(type(stage) is int for stage in stages) or set(stages) != set(range(self.num_stages)):
             raise ScheduleError(f"the placement must give each of {self.num_stages} stages to one rank: {self.stages}")
         self.rank_of = {stage: rank for rank, stages in enumerate(self.stages) for stage in stages}
         for rank in range(self.pp_size):
-            self._check_list(rank, forward_only)
+            self._check_list(rank)
         self._play()
 
     def with_costs(self, costs, transfer=0):
@@ -77,9 +79,16 @@ class Timetable:
         other._play()
         return other
 
+    def forward_only(self):
+        """The same lists without their backwards: what an evaluation runs."""
+        other = copy.copy(self)
+        other.lists = [[action for action in actions if action.kind == "F"] for actions in self.lists]
+        other._play()
+        return other
+
     # --- checks -------------------------------------------------------------------------------------------------
 
-    def _check_list(self, rank, forward_only):
+    def _check_list(self, rank):
         """Each micro-batch of each chunk exactly once: F, then B or I and W."""
         done = {(chunk, i): "" for chunk in range(self.num_chunks) for i in range(self.num_microbatches)}
         for kind, chunk, microbatch in self.lists[rank]:
@@ -88,9 +97,8 @@ class Timetable:
             if after is None:
                 raise ScheduleError(f"rank {rank}: {self._what_is_wrong(rank, kind, chunk, microbatch, before)}")
             done[chunk, microbatch] = after
-        complete = ("F",) if forward_only else ("FB", "FIW")
         for (chunk, microbatch), history in done.items():
-            if history not in complete:
+            if history not in ("FB", "FIW"):
                 missing, why = {
                     "": ("F", ""),
                     "F": ("B", f", the backward of F{microbatch} (or I and W)"),
@@ -127,11 +135,11 @@ class Timetable:
             for stage in range(self.num_stages)
         }
         self.starts, self.ends = [[] for _ in self.lists], [[] for _ in self.lists]
-        ranks = [self._play_rank(rank, made) for rank in range(self.pp_size)]
-        while ranks:
+        players = [self._play_rank(rank, made) for rank in range(self.pp_size)]
+        while players:
             num_ended = sum(map(len, self.ends))
-            ranks = [rank for rank in ranks if next(rank, None)]
-            if ranks and num_ended == sum(map(len, self.ends)):  # nobody could do anything
+            players = [player for player in players if next(player, None)]
+            if players and num_ended == sum(map(len, self.ends)):  # nobody could do anything
                 raise ScheduleError(f"deadlock: {self._who_waits()}")
 
     def _play_rank(self, rank, made):
@@ -262,32 +270,32 @@ class Timetable:
         return program + actions[position:]
 
 
-def make_timetable(pp_engine, pp_size, num_microbatches, num_chunks=1, forward_only=False, **costs):
+def make_timetable(pp_engine, pp_size, num_microbatches, num_chunks=1, costs=UNIT_COSTS, transfer=0):
     """The Timetable of a schedule by name. Raises ValueError where that is unknown, wrong, or not for the numbers."""
     schedule = find_schedule(pp_engine)
     check_chunks(schedule, num_chunks)
     lists = action_lists(schedule, pp_size, num_microbatches, num_chunks)
-    if forward_only:  # evaluation runs the same schedule without its backwards
-        lists = [[action for action in actions if action.kind == "F"] for actions in lists]
     try:
-        return Timetable(
-            lists, placement_of(schedule), num_microbatches, num_chunks, forward_only=forward_only, **costs
-        )
+        return Timetable(lists, placement_of(schedule), num_microbatches, num_chunks, costs, transfer)
     except ScheduleError as problem:
         numbers = f"pp_size {pp_size} and {num_microbatches} micro-batches"
         raise ScheduleError(f"distributed.pp_engine: {pp_engine!r} with {numbers}: {problem}") from None
 
 
-_timetable_of_the_run = lru_cache(make_timetable)  # costs of 1 give every rank the same table
+@lru_cache
+def timetable_of_run(pp_engine, pp_size, num_microbatches, num_chunks):
+    """The table that all ranks take their programs from: at unit costs, so that it is the same for all."""
+    return make_timetable(pp_engine, pp_size, num_microbatches, num_chunks)
 
 
 @lru_cache
 def rank_program(pp_engine, pp_rank, pp_size, num_microbatches, num_chunks=1, forward_only=False):
     """The program of one rank, made once a run."""
-    return _timetable_of_the_run(pp_engine, pp_size, num_microbatches, num_chunks, forward_only).rank_program(pp_rank)
+    timetable = timetable_of_run(pp_engine, pp_size, num_microbatches, num_chunks)
+    return (timetable.forward_only() if forward_only else timetable).rank_program(pp_rank)
 
 
 def predicted_bubble(pp_engine, pp_size, num_microbatches, num_chunks, mean_seconds, transfer=0):
     """The bubble when every F, B, I, W of a chunk takes its `mean_seconds` (by kind; those that the schedule uses)."""
-    timetable = _timetable_of_the_run(pp_engine, pp_size, num_microbatches, num_chunks, False)
+    timetable = timetable_of_run(pp_engine, pp_size, num_microbatches, num_chunks)
     return timetable.with_costs(mean_seconds, transfer).bubble

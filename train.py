@@ -26,7 +26,7 @@ from failure import stop
 from log import Log, check_outputs, count_parameters, flops_per_token, say, say_model, say_start
 from pipeline_parallel import evaluate, train_step_pipeline
 from plan import dry_run, explain_stages, settle_stages, timetable_of
-from run import Run, build_model
+from run import Run, boundary_of, build_model
 from timeline import write_trace
 from verify import verify
 
@@ -67,12 +67,9 @@ def set_up(config):
             validation_data = make_loader(config, validation_tokens, device, False)
         except ValueError as problem:
             raise ValueError(f"for validation: {problem}") from None
-    pgm.join_processes(device, distributed.timeout_seconds)
+    pgm.join_processes(device, distributed.timeout_seconds, shared_settings(config, tokens, validation_tokens))
     failure.watch()
     pgm.setup_process_group_manager(distributed.tp_size, distributed.pp_size, distributed.dp_size, device)
-    if ":" in distributed.pp_engine:  # a schedule of the user's own might depend on the process that makes it
-        lists = timetable_of(config).lists
-        pgm.check_same_everywhere(zlib.crc32(repr(lists).encode()), f"the schedule {distributed.pp_engine}")
     say_start(config, device, tokens)
     return device, train_data, validation_data
 
@@ -80,19 +77,36 @@ def set_up(config):
 def settle_layout(config, world_size):
     """Fills in what the layout leaves open. Raises ValueError for a grid, a schedule or stages that cannot be."""
     pgm.check_world_size(config, world_size)
+    most, needed = config.training.max_tokens, config.tokens_per_step
+    if most is not None and most < needed:
+        raise ValueError(f"training.max_tokens: {most} is less than one step has: must be at least {needed}")
     settle_stages(config)
+
+
+def shared_settings(config, tokens, validation_tokens):
+    """What has to be the same on all ranks, or they would train something else than anybody meant."""
+    settings = config.model_dump(include={"distributed", "model", "training"}, exclude={"model": {"name"}})
+    named = {f"{section}.{key}": value for section, keys in settings.items() for key, value in keys.items()}
+    # A schedule of the user's own might depend on the process that makes it.
+    lists = zlib.crc32(repr(timetable_of(config).lists).encode())
+    return named | {
+        f"the schedule {config.distributed.pp_engine}": lists,
+        "dataset.shuffle": config.dataset.shuffle,
+        "the data's SHA-256": tokens.sha256,
+        "the validation data's": validation_tokens and [validation_tokens.sha256, validation_tokens.num_tokens],
+    }
 
 
 def make_loader(config, tokens, device, shuffle):
     check_vocabulary(tokens, config.model.vocab_size)
-    training, distributed = config.training, config.distributed
+    training, d = config.training, config.distributed
     return MicroBatchDataLoader(
         tokens,
         seq_length=training.seq_length,
         micro_batch_size=training.micro_batch_size,
         gradient_accumulation_steps=training.gradient_accumulation_steps,
-        dp_rank=int(os.environ.get("RANK", 0)) // (distributed.tp_size * distributed.pp_size),
-        dp_size=distributed.dp_size,
+        dp_rank=pgm.coordinates(int(os.environ.get("RANK", 0)), d.tp_size, d.pp_size, d.dp_size)[0],
+        dp_size=d.dp_size,
         seed=training.seed,
         shuffle=shuffle,
         device=device,
@@ -126,14 +140,12 @@ def train_step(run, tensor_shapes, device, dtype):
 
 
 def train(run, validation_data, device):
-    config, training, distributed, model = run.config, run.config.training, run.config.distributed, run.model
+    config, training, model = run.config, run.config.training, run.model
     num_parameters = count_parameters(model)
     say_model(model, num_parameters)
-    if distributed.pp_size > 1:
+    if config.distributed.pp_size > 1:
         say(explain_stages(config))
-    local_seq_length = training.seq_length // (distributed.tp_size if distributed.sequence_parallel else 1)
-    tensor_shapes = (training.micro_batch_size, local_seq_length, config.model.hidden_size)
-    boundary = (tensor_shapes, device, getattr(torch, config.model.dtype))
+    boundary = boundary_of(config, device)
     log = Log(config, device, flops_per_token(config.model, num_parameters, training.seq_length))
     signals, bad_steps = Signals(), 0
     traced_step = run.step + config.logging.trace_step if config.logging.trace_file else None
@@ -144,7 +156,7 @@ def train(run, validation_data, device):
     while not is_finished(run) and not signals.received(device):
         is_traced = run.step + 1 == traced_step
         if is_traced:
-            dist.barrier()
+            dist.barrier(group=pgm.process_group_manager.patient_group)
         started, zero = time.perf_counter(), model.clock()
         loss, grad_norm = train_step(run, *boundary)
         seconds = time.perf_counter() - started
@@ -180,8 +192,8 @@ def train(run, validation_data, device):
                 failure.stop_all(f"{bad_steps} steps in a row were not finite (training.max_bad_steps)")
     if traced_step and run.step < traced_step:
         say("warning: the run ended before logging.trace_step: no trace")
-    if bad_steps:
-        failure.stop_all(f"not saved: the loss or gradient of the last step was not finite ({bad_steps} in a row)")
+    if bad_steps and not run.data_parallel.weights_are_finite():
+        failure.stop_all("not saved: the weights are not finite")
     run.save()
     log.close()
 
@@ -233,7 +245,7 @@ def main(arguments=None):
             train(run, validation_data, device)
             exit_code = 0
         failure.ending = True
-        dist.barrier()  # nobody leaves while others still read from it
+        dist.barrier(group=pgm.process_group_manager.patient_group)  # nobody leaves while others still read from it
     except Exception as error:
         failure.report_failure(error)
     return exit_code

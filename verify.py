@@ -22,6 +22,7 @@ from data_parallel import DataParallelBucket
 from log import say
 from model import build_on_meta, materialize, named_parameters
 from pipeline_parallel import train_step_pipeline
+from run import boundary_of
 from tensor_parallel import Shard
 
 # How far apart two right answers are: plain PyTorch sums in another order than our layers, tp and dp in yet another.
@@ -66,8 +67,7 @@ class Row(NamedTuple):
 
 def verify(config, model, data_loader, device):
     """Called on all ranks with the layout's model before its first step. Returns the exit code, 0 or 1, on all."""
-    # gloo, as tensors travel to rank 0's main memory; patient, as the others wait while rank 0 computes the reference.
-    group = dist.new_group(backend="gloo", timeout=pgm.LATE_START)
+    group = pgm.process_group_manager.patient_group  # the others wait while rank 0 computes the reference
     is_first = dist.get_rank() == 0
     say(f"verify: a step of {model.pp_engine} on all ranks")
     mine = layout_step(config, model, data_loader, device)
@@ -84,17 +84,15 @@ def verify(config, model, data_loader, device):
 
 def layout_step(config, model, data_loader, device):
     """{name: Held} after what train.py does up to the optimizer."""
-    training, distributed, dtype = config.training, config.distributed, getattr(torch, config.model.dtype)
-    local_seq_length = training.seq_length // (distributed.tp_size if distributed.sequence_parallel else 1)
-    shapes = training.micro_batch_size, local_seq_length, config.model.hidden_size
-    data_parallel = DataParallelBucket(model, distributed.zero1)
+    zero1 = config.distributed.zero1
+    data_parallel = DataParallelBucket(model, zero1)
     data_loader.step = 0
     for _ in range(2):  # data parallel only counts in its first step; how it overlaps shows from the second on
         data_parallel.zero_grad()
-        loss = train_step_pipeline(model, data_loader, shapes, device, dtype)
+        loss = train_step_pipeline(model, data_loader, *boundary_of(config, device))
         data_parallel.finish_grad_sync()
     norm = data_parallel.clip_gradients(None)
-    for bucket in data_parallel.buckets if distributed.zero1 else []:  # a rank has reduced its own shard only
+    for bucket in data_parallel.buckets if zero1 else []:  # a rank has reduced its own shard only
         dist.all_gather_single(bucket.gradients, bucket.gradient.clone(), group=pgm.process_group_manager.dp_group)
     held = {}
     for name, value in zip(SCALARS, (loss.view(1), norm.view(1)), strict=True):

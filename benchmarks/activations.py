@@ -16,7 +16,6 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -27,7 +26,7 @@ from data_parallel import DataParallelBucket  # noqa: E402
 from log import say  # noqa: E402
 from pipeline_parallel import train_step_pipeline  # noqa: E402
 from plan import plan_rank  # noqa: E402
-from run import build_model  # noqa: E402
+from run import boundary_of, build_model  # noqa: E402
 from timetable import make_timetable  # noqa: E402
 from train import set_up  # noqa: E402
 
@@ -36,16 +35,16 @@ HELD = ("activations", "logits", "temporary", "boundary")
 
 
 def measure(config, device, train_data, boundary):
-    """Bytes by which this process's resident memory rises in the first step of a new model."""
+    """Bytes by which this process's own memory rises in the first step of a new model."""
     model = build_model(config, device)
     data_parallel = DataParallelBucket(model)
     data_parallel.zero_grad()  # writes on the gradients: from now on they are resident
     dist.barrier()
-    before = resident("VmRSS")
+    before = resident("RssAnon")
     Path("/proc/self/clear_refs").write_text("5")  # the peak, VmHWM, starts again from now
     train_step_pipeline(model, train_data, *boundary)
     data_parallel.finish_grad_sync()
-    return resident("VmHWM") - before
+    return resident("VmHWM") - resident("RssFile") - before
 
 
 def main():
@@ -58,8 +57,7 @@ def main():
     config = load_config(arguments.config, [*arguments.overrides, *more])
     config.training.gradient_accumulation_steps = max(MICROBATCHES)
     device, train_data, _ = set_up(config)
-    shape = (config.training.micro_batch_size, config.training.seq_length, config.model.hidden_size)
-    boundary = (shape, device, getattr(torch, config.model.dtype))
+    boundary = boundary_of(config, device)
     rows = []
     say(f"{'':8}micro-batches   held     planned    measured (MiB, rank 0)")
     for engine, count in [("afab", 1), *product(("afab", "1f1b"), MICROBATCHES)]:  # the first one warms up

@@ -3,10 +3,11 @@
     python benchmarks/compare.py --work W1                    # every contender and every target, over an hour
     python benchmarks/compare.py --work W1 --only pp2 --cycles 24 --sets 2
 
-Every contender has its own processes, which are started and warmed up together and then take turns: one step of each,
-the order reversed every cycle, the others blocked. A target compares two contenders cycle by cycle; it is reached when
-the lower end of the 90 % bootstrap interval of the median ratio clears it in every set, missed when the upper end does
-not, otherwise not resolved. Losses must agree, or the work was not the same.
+A target compares two contenders cycle by cycle. Contenders that targets connect make a group; the groups come one after
+the other. In a group every contender has its own processes, which are started and warmed up together and then take
+turns: one step of each, the order reversed every cycle, the others blocked. A target is reached when the lower end of
+the 90 % bootstrap interval of the median ratio clears it in every set, missed when the upper end does not, otherwise
+not resolved. Losses must agree, or the work was not the same.
 """
 
 import argparse
@@ -31,7 +32,7 @@ class Contender(NamedTuple):
     threads: int = 1
 
 
-def pp2(make, **options):
+def two_ranks(make, **options):
     return Contender(partial(make, **options), ranks=2)
 
 
@@ -39,25 +40,24 @@ CONTENDERS = {
     "plain, 1 thread": Contender(peers.plain_loop),
     "plain, 2 threads": Contender(peers.plain_loop, threads=2),
     "transformers, 1 thread": Contender(peers.transformers_loop),
-    "transformers, 2 threads": Contender(peers.transformers_loop, threads=2),
     "ours, 1 thread": Contender(ours),
     "ours, 1 thread, bfloat16": Contender(partial(ours, dtype="bfloat16")),
-    "ours pp2 1f1b": pp2(ours, pp_size=2),
-    "ours pp2 1f1b, bfloat16": pp2(ours, pp_size=2, dtype="bfloat16"),
-    "ours pp2 afab": pp2(ours, pp_size=2, pp_engine="afab"),
-    "ours pp2 interleaved_1f1b": pp2(ours, pp_size=2, pp_engine="interleaved_1f1b", pp_chunks=2),
-    "ours pp2 zb_h1": pp2(ours, pp_size=2, pp_engine="zb_h1"),
-    "ours pp2 zb_v": pp2(ours, pp_size=2, pp_engine="zb_v"),
-    "ours pp2 dualpipev": pp2(ours, pp_size=2, pp_engine="dualpipev"),
-    "torch pp2 1F1B": pp2(torch_pipelining, schedule="1F1B"),
-    "torch pp2 GPipe": pp2(torch_pipelining, schedule="GPipe"),
-    "torch pp2 Interleaved1F1B": pp2(torch_pipelining, schedule="Interleaved1F1B", chunks=2),
-    "torch pp2 InterleavedZeroBubble": pp2(torch_pipelining, schedule="InterleavedZeroBubble", chunks=2),
-    "torch pp2 ZBVZeroBubble": pp2(torch_pipelining, schedule="ZBVZeroBubble", v_shape=True, chunks=2),
-    "torch pp2 DualPipeV": pp2(torch_pipelining, schedule="DualPipeV", v_shape=True, chunks=2),
-    "ours tp2": pp2(ours, tp_size=2),
-    "ours dp2": pp2(ours, dp_size=2),
-    "torch DDP": pp2(peers.torch_ddp),
+    "ours pp2 1f1b": two_ranks(ours, pp_size=2),
+    "ours pp2 1f1b, bfloat16": two_ranks(ours, pp_size=2, dtype="bfloat16"),
+    "ours pp2 afab": two_ranks(ours, pp_size=2, pp_engine="afab"),
+    "ours pp2 interleaved_1f1b": two_ranks(ours, pp_size=2, pp_engine="interleaved_1f1b", pp_chunks=2),
+    "ours pp2 zb_h1": two_ranks(ours, pp_size=2, pp_engine="zb_h1"),
+    "ours pp2 zb_v": two_ranks(ours, pp_size=2, pp_engine="zb_v"),
+    "ours pp2 dualpipev": two_ranks(ours, pp_size=2, pp_engine="dualpipev"),
+    "torch pp2 1F1B": two_ranks(torch_pipelining, schedule="1F1B"),
+    "torch pp2 GPipe": two_ranks(torch_pipelining, schedule="GPipe"),
+    "torch pp2 Interleaved1F1B": two_ranks(torch_pipelining, schedule="Interleaved1F1B", chunks=2),
+    "torch pp2 InterleavedZeroBubble": two_ranks(torch_pipelining, schedule="InterleavedZeroBubble", chunks=2),
+    "torch pp2 ZBVZeroBubble": two_ranks(torch_pipelining, schedule="ZBVZeroBubble", v_shape=True, chunks=2),
+    "torch pp2 DualPipeV": two_ranks(torch_pipelining, schedule="DualPipeV", v_shape=True, chunks=2),
+    "ours tp2": two_ranks(ours, tp_size=2),
+    "ours dp2": two_ranks(ours, dp_size=2),
+    "torch DDP": two_ranks(peers.torch_ddp),
 }
 TARGETS = [  # (ours, the other, at least so many times as fast)
     ("ours, 1 thread", "plain, 1 thread", 1.05),
@@ -86,7 +86,7 @@ MEMORY_TARGETS = [  # (ours, the other, at most so many times its peak)
 
 
 def serve(name, work, folder):
-    """One rank of contender `name`: a step for each line of standard input, a line of JSON for each step."""
+    """One rank of contender `name`: a step for each line of standard input, two of JSON for each step."""
     import torch
     import torch.distributed as dist
 
@@ -98,11 +98,10 @@ def serve(name, work, folder):
     for number in range(10**9):
         if not sys.stdin.readline():
             os._exit(0)
-        loss = step(number)
+        print(json.dumps({"loss": step(number)}), flush=True)  # the step ends here
         peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
         speed_up = getattr(step, "speed_up", None)
-        answer = {"loss": loss, "peak": 1024 * int(peak.split()[1]), "speed_up": speed_up and speed_up()}
-        print(json.dumps(answer), flush=True)
+        print(json.dumps({"peak": 1024 * int(peak.split()[1]), "speed_up": speed_up and speed_up()}), flush=True)
 
 
 class Runner:
@@ -127,14 +126,15 @@ class Runner:
         for process in self.processes:
             process.stdin.write("step\n")
             process.stdin.flush()
-        answers = [process.stdout.readline() for process in self.processes]
+        losses = [process.stdout.readline() for process in self.processes]
         seconds = time.perf_counter() - started
-        if not all(answers):
+        others = [process.stdout.readline() for process in self.processes]
+        if not all(others):
             sys.exit("a contender died, see above")
-        answers = [json.loads(answer) for answer in answers]
-        self.losses.append(answers[0]["loss"])
-        self.peaks = [answer["peak"] for answer in answers]
-        self.speed_ups.append(answers[0]["speed_up"])
+        others = [json.loads(answer) for answer in others]
+        self.losses.append(json.loads(losses[0])["loss"])
+        self.peaks = [answer["peak"] for answer in others]
+        self.speed_ups.append(others[0]["speed_up"])
         return seconds
 
     def close(self):
@@ -144,6 +144,18 @@ class Runner:
 
 
 # --- the comparison ---------------------------------------------------------------------------------------------------
+
+
+def groups_of(names):
+    """`names` in groups, such that the two of a target are in one: no more need to be in memory at once."""
+    groups = [[name] for name in names]
+    for one, other, _ in TARGETS + SPEED_UP_TARGETS:
+        if one in names and other in names:
+            connected = [group for group in groups if one in group or other in group]
+            merged = [name for name in names if any(name in group for group in connected)]
+            groups[groups.index(connected[0])] = merged
+            groups = [group for group in groups if group not in connected]
+    return groups
 
 
 def run_set(names, work, cycles):
@@ -158,7 +170,7 @@ def run_set(names, work, cycles):
             for cycle in range(cycles):
                 for name in names if cycle % 2 == 0 else reversed(names):
                     seconds[name].append(runners[name].step())
-                print(f"cycle {cycle + 1} of {cycles}", end="\r", file=sys.stderr)
+                print(f"cycle {cycle + 1} of {cycles}", end="\r", file=sys.stderr, flush=True)
             check_losses(runners)
             return {
                 name: {"seconds": seconds[name], "peak": max(runner.peaks), "speed_ups": runner.speed_ups}
@@ -169,11 +181,14 @@ def run_set(names, work, cycles):
                 runner.close()
 
 
+expected_losses = []  # those of the first contender that ran
+
+
 def check_losses(runners):
-    first = next(iter(runners.values())).losses
+    expected_losses[:] = expected_losses or next(iter(runners.values())).losses
     for name, runner in runners.items():
         tolerance = 0.01 if "bfloat16" in name else 1e-3
-        for step, (loss, expected) in enumerate(zip(runner.losses, first, strict=True), start=1):
+        for step, (loss, expected) in enumerate(zip(runner.losses, expected_losses, strict=True), start=1):
             if abs(loss - expected) > tolerance * expected:
                 sys.exit(f"{name}: loss {loss} at step {step}, the others have {expected}: not the same work")
 
@@ -216,11 +231,12 @@ def compare(sets):
 
 
 def report(sets, rows):
-    print(f"{'':32}seconds a step, median of each set    peak GiB of a rank")
+    print(f"\n{'':32}seconds a step, median of each set    peak GiB of a rank")
     for name in sets[0]:
         seconds = "  ".join(f"{median(results[name]['seconds']):8.3f}" for results in sets)
         print(f"{name:32}{seconds:32}{max(results[name]['peak'] for results in sets) / 2**30:12.2f}")
-    print("\ntimes as fast as, median of the ratios in the same cycle (90 % interval) of each set")
+    if rows:
+        print("times as fast as, median of the ratios in the same cycle (90 % interval) of each set")
     for row in rows:
         figures = [
             f"{ratio:.3f} ({low:.3f}, {high:.3f})"
@@ -228,11 +244,11 @@ def report(sets, rows):
         ]
         target = f"at least {row['target']:.2f}: {row['verdict']}"
         print(f"{row['ours']:28}{row['other']:33}{'   '.join(figures)}   {target}")
-    print("\npeak memory of the largest rank")
     for one, other, target in MEMORY_TARGETS:
         if one in sets[0] and other in sets[0]:
             ratio = max(results[one]["peak"] / results[other]["peak"] for results in sets)
-            print(f"{one:28}{other:33}{ratio:.3f}   at most {target}: {'reached' if ratio <= target else 'missed'}")
+            reached = "reached" if ratio <= target else "missed"
+            print(f"{one:28}{other:33}{ratio:.3f} of its peak memory   at most {target}: {reached}", flush=True)
 
 
 def main():
@@ -244,7 +260,7 @@ def main():
     parser.add_argument("--without", nargs="*", default=[], metavar="WORD", help="but not those with one of these")
     parser.add_argument("--cycles", type=int, default=24)
     parser.add_argument("--sets", type=int, default=2)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="a line for each group")
     parser.add_argument("--serve", metavar="NAME", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -256,12 +272,13 @@ def main():
         if (not arguments.only or any(word in name for word in arguments.only))
         and not any(word in name for word in arguments.without)
     ]
-    sets = [run_set(names, arguments.work, arguments.cycles) for _ in range(arguments.sets)]
-    rows = compare(sets)
-    if arguments.json:
-        print(json.dumps({"work": arguments.work, "sets": sets, "targets": rows}))
-    else:
-        report(sets, rows)
+    for group in groups_of(names):
+        sets = [run_set(group, arguments.work, arguments.cycles) for _ in range(arguments.sets)]
+        rows = compare(sets)
+        if arguments.json:
+            print(json.dumps({"work": arguments.work, "sets": sets, "targets": rows}), flush=True)
+        else:
+            report(sets, rows)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 
 A row is two steps of train.py under torchrun with gloo. "measured" is the rank with the highest peak of resident memory
 above its baseline: what the same process had after set-up, before its model existed. By then it has used autograd and
-the matrix library once, since they load code and take buffers when first used.
+the matrix library once, since they load code and take buffers when first used. Pages of files (code, and the tokens,
+which every step maps some more of) do not count: they are the system's cache, and it can drop them.
 """
 
 import json
@@ -60,7 +61,7 @@ ROWS = {
 
 
 def resident(field):
-    """Bytes of this process by /proc: VmRSS now, VmHWM at most."""
+    """Bytes of this process by /proc: now VmRSS, of it RssAnon its own and RssFile pages of files; at most VmHWM."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
 
@@ -72,11 +73,11 @@ def measure(path):
     weight = torch.zeros(256, 256, dtype=getattr(torch, config.model.dtype), requires_grad=True)
     torch.autograd.backward(weight @ weight, torch.zeros_like(weight))
     torch.optim.AdamW([weight], fused=True).step()
-    baseline = resident("VmRSS")
+    baseline = resident("RssAnon")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from now
     train.train(train.Run(config, device, train_data), None, device)
     peaks = [None] * dist.get_world_size()
-    dist.all_gather_object(peaks, resident("VmHWM") - baseline)
+    dist.all_gather_object(peaks, resident("VmHWM") - resident("RssFile") - baseline)
     if dist.get_rank() == 0:
         print("peaks", json.dumps(peaks), flush=True)
     dist.barrier()
@@ -84,7 +85,7 @@ def measure(path):
 
 
 def run(overrides):
-    """(bytes planned, bytes measured) of the largest rank."""
+    """(bytes planned, bytes measured), each a list of all ranks."""
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/config.json"
         Path(path).write_text(json.dumps(BASE))

@@ -35,6 +35,7 @@ class MicroBatches:
     def __init__(self, work, dp_rank=0, dp_size=1):
         self.work, self.dp_rank, self.dp_size, self.step = work, dp_rank, dp_size, 0
         self.gradient_accumulation_steps = work.micro_batches // dp_size
+        self.tokens = SimpleNamespace(sha256="")
 
     def __getitem__(self, i):
         inputs, targets = micro_batch(self.work, self.step, i * self.dp_size + self.dp_rank)
@@ -248,7 +249,7 @@ def our_config(work, **distributed):
 def ours(work, rank, **distributed):
     import process_group_manager as pgm
     from config import Config
-    from run import Run
+    from run import Run, boundary_of
     from timeline import stage_costs
     from timetable import make_timetable
     from train import settle_layout, train_step
@@ -258,11 +259,11 @@ def ours(work, rank, **distributed):
     layout = config.distributed
     manager = pgm.setup_process_group_manager(layout.tp_size, layout.pp_size, layout.dp_size)
     run = Run(config, CPU, MicroBatches(work, manager.dp_rank, layout.dp_size))
-    shapes = (work.micro_batch_size, work.seq_length, work.hidden_size)
+    boundary = boundary_of(config, CPU)
 
     def step(number):
         run.step, run.sequences = number, number * config.global_batch_size
-        return train_step(run, shapes, CPU, getattr(torch, config.model.dtype))[0]
+        return train_step(run, *boundary)[0]
 
     def speed_up():
         """Over one process, by the timetable with the last step's mean F, B, I and W of every stage."""

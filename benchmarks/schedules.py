@@ -5,7 +5,7 @@
 All schedules are built side by side on the same ranks and take turns, one step each, the order reversed every cycle. A
 step's prediction is the timetable with that very step's mean F, B, I and W of every stage and the time that a boundary
 tensor takes between two ranks, measured before. Executor: the share of a step that is neither computing nor waiting.
-Medians over the cycles, with the 5th and 95th percentile.
+Medians over the cycles (least, most).
 """
 
 import argparse
@@ -25,12 +25,11 @@ import process_group_manager as pgm  # noqa: E402
 from config import load_config  # noqa: E402
 from data_parallel import DataParallelBucket  # noqa: E402
 from log import say  # noqa: E402
-from run import build_model  # noqa: E402
+from run import boundary_of, build_model  # noqa: E402
+from schedules import SCHEDULES, chunks_of  # noqa: E402
 from timeline import seconds, stage_costs  # noqa: E402
 from timetable import make_timetable  # noqa: E402
 from train import set_up  # noqa: E402
-
-ENGINES = ["afab", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipev"]
 
 
 class Stopwatch:
@@ -56,7 +55,7 @@ class WatchedWork:
 
 def watch_computing_and_waiting(stopwatch):
     """From here on the stopwatch has what a step spends in the model, in autograd, in W and in waiting."""
-    communicate, run = pipeline_parallel.pipeline_communicate, pipeline_parallel.ScheduleRun
+    communicate, run = pipeline_parallel.pipeline_communicate, pipeline_parallel.PipelineExecutor
     pipeline_parallel.PipelineParallel.forward = stopwatch.watch(pipeline_parallel.PipelineParallel.forward)
     torch.autograd.backward = stopwatch.watch(torch.autograd.backward)
     run.weight = stopwatch.watch(run.weight)
@@ -80,7 +79,7 @@ def transfer_seconds(shape, dtype, rounds=40):
 
 
 def measure(model, data_parallel, train_data, boundary, transfer, stopwatch):
-    """Of one step's pipeline: measured over predicted time and bubble, and the executor's share of the time."""
+    """Of one step's pipeline: its seconds, those predicted, its bubble over the predicted, the executor's share."""
     data_parallel.zero_grad()
     dist.barrier()
     before = stopwatch.total
@@ -95,17 +94,20 @@ def measure(model, data_parallel, train_data, boundary, transfer, stopwatch):
     timetable = make_timetable(*layout, costs=costs, transfer=transfer)
     step_time, executor = largest.tolist()
     busy = (1 - timetable.bubble) * timetable.step_time  # mean over the ranks, the same in both
-    return step_time / timetable.step_time, (1 - busy / step_time) / timetable.bubble, executor / step_time
+    return step_time, timetable.step_time, (1 - busy / step_time) / timetable.bubble, executor / step_time
 
 
-def show(name, figures):
-    def text(values, scale=1):
-        values = sorted(scale * value for value in values)
-        low, high = values[len(values) // 20], values[-1 - len(values) // 20]
-        return f"{statistics.median(values):.3f} ({low:.3f}, {high:.3f})"
+def show(name, figures, figures_of_1f1b):
+    def text(values):
+        return f"{statistics.median(values):.3f} ({min(values):.3f}, {max(values):.3f})"
 
-    steps, bubbles, executor = zip(*figures, strict=True)
-    say(f"{name:18}{text(steps):24}{text(bubbles):24}{text(executor, 100):24}")
+    def ratio(values, others):
+        return text([value / other for value, other in zip(values, others, strict=True)])
+
+    steps, predicted, bubbles, executor = zip(*figures, strict=True)
+    steps_of_1f1b, predicted_of_1f1b, *_ = zip(*figures_of_1f1b, strict=True)
+    columns = [ratio(steps, steps_of_1f1b), ratio(predicted, predicted_of_1f1b), ratio(steps, predicted), text(bubbles)]
+    say(f"{name:18}" + "".join(f"{column:24}" for column in columns) + text([100 * share for share in executor]))
 
 
 def main():
@@ -117,25 +119,24 @@ def main():
     config = load_config(arguments.config, [*arguments.overrides, f"distributed.pp_size={os.environ['WORLD_SIZE']}"])
     device, train_data, _ = set_up(config)
     assert pgm.process_group_manager.pp_size > 1, "one rank has no pipeline to measure"
-    training, distributed = config.training, config.distributed
-    shape = (training.micro_batch_size, training.seq_length, config.model.hidden_size)
-    boundary = (shape, device, getattr(torch, config.model.dtype))
-    transfer, stopwatch = transfer_seconds(shape, boundary[-1]), Stopwatch()
+    distributed, boundary = config.distributed, boundary_of(config, device)
+    transfer, stopwatch = transfer_seconds(boundary[0], boundary[-1]), Stopwatch()
     watch_computing_and_waiting(stopwatch)
     contenders = {}
-    for engine in ENGINES:
-        distributed.pp_engine, distributed.pp_chunks = engine, 1 if engine in ("afab", "1f1b", "zb_h1") else 2
+    for engine in SCHEDULES:
+        distributed.pp_engine, distributed.pp_chunks = engine, chunks_of(SCHEDULES[engine]) or 2
         model = build_model(config, device)
         contenders[engine] = (model, DataParallelBucket(model), train_data, boundary, transfer, stopwatch)
         measure(*contenders[engine])  # warm-up
-    results = {engine: [] for engine in ENGINES}
+    results = {engine: [] for engine in SCHEDULES}
     for cycle in range(arguments.cycles):
-        for engine in ENGINES if cycle % 2 else reversed(ENGINES):
+        for engine in SCHEDULES if cycle % 2 else reversed(SCHEDULES):
             results[engine].append(measure(*contenders[engine]))
     say(f"a transfer takes {1000 * transfer:.2f} ms")
-    say(f"{'':18}{'step, measured/predicted':26}{'bubble, measured/predicted':28}executor, % of a step")
-    for engine in ENGINES:
-        show(engine, results[engine])
+    titles = ("step, 1F1B's = 1", "predicted", "measured/predicted", "bubble, likewise", "executor, % of a step")
+    say(f"{'':18}" + "".join(f"{title:24}" for title in titles))
+    for engine in SCHEDULES:
+        show(engine, results[engine], results["1f1b"])
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)

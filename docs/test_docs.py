@@ -154,7 +154,7 @@ def test_directives(tmp_path):
         ("`docs/nowhere.py`", "there is no file `docs/nowhere.py`"),
         ("`no_such_function`", "there is no `no_such_function` in the code (`no_such_function`)"),
         ("`nosuch()`", "there is no `nosuch` in the code (`nosuch`)"),
-        ("`ScheduleRun.no_such`", "`ScheduleRun` has no `no_such`"),
+        ("`PipelineExecutor.no_such`", "`PipelineExecutor` has no `no_such`"),
         ("`training.step=3`", "there is no key `training.step`"),
         ("\n    python train.py model.layers=3", "there is no key `model.layers`"),
         ("`--no-such-option`", "no program has the option `--no-such-option`"),
@@ -169,8 +169,8 @@ def test_what_does_not_exist_is_found(text, problem):
 
 def test_what_exists_is_not_complained_about():
     text = (
-        "[a](figures/../pages.py) `train.py` `configs/` `zb_h1` `ScheduleRun.forward` `rank_grid(2, 2, 1)` `F3'` `B` "
-        "`training.steps=3` `distributed.pp_engine` `--verify` `torch.nn.Linear` `fit()`-less words, `out.svg`\n\n"
+        "[a](figures/../pages.py) `train.py` `configs/` `zb_h1` `PipelineExecutor.forward` `rank_grid(2, 2, 1)` `F3'` "
+        "`B` `training.steps=3` `distributed.pp_engine` `--verify` `torch.nn.Linear` `fit()`-less words, `out.svg`\n\n"
         "    python visualize.py zb_h1 --pp-size 4 --microbatches 8 -o out.svg\n"
     ).replace(" `fit()`-less words,", "")
     assert list(wrong_mentions(text, ROOT / "docs")) == []

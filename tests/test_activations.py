@@ -8,7 +8,7 @@ import torch
 import process_group_manager as pgm
 from layouts import MICRO_BATCH_SIZE, SEQ_LENGTH, RandomMicroBatches, tiny_config
 from model import build_on_meta, materialize
-from pipeline_parallel import PipelineParallel, ScheduleRun
+from pipeline_parallel import PipelineExecutor, PipelineParallel
 from schedules import SCHEDULES, chunks_of
 from tensor_parallel import apply_tensor_parallel
 from timetable import make_timetable, rank_program
@@ -21,7 +21,7 @@ class Saved:
         self.tensor, self.owner = tensor, owner
 
 
-class WatchedRun(ScheduleRun):
+class WatchedRun(PipelineExecutor):
     """Counts, after every action, the micro-batches with anything left in memory: saved tensors, or work for W."""
 
     def __init__(self, *arguments):

@@ -189,7 +189,10 @@ def try_to_lock(save_dir):
 
 def try_to_lock_another(folder):
     set_up({"tp": dist.get_world_size()})
-    return error_of(lock_save_dir, Path(folder, str(dist.get_rank())))
+    own = Path(folder, str(dist.get_rank()))
+    own.mkdir()
+    (own / ".lock").touch()  # of a run of its own, once
+    return error_of(lock_save_dir, own)
 
 
 def logits_of(config, path, tokens):
@@ -420,6 +423,16 @@ def test_refuses_other_tensors_by_name(change, expected, pool, tmp_path):
     change_tensors(tmp_path, change)
     for kind, message in pool.run(2, try_to_load, LAYOUTS["pp2"], model_config(), load_weights, tmp_path):
         assert kind == "ValueError" and expected in message and "\n" not in message
+
+
+def test_reads_what_old_folders_have_beside_the_weights(pool, tmp_path):
+    config = model_config("tied")
+    llama(config, tmp_path)
+    expected = pool.run(1, load_and_train, {}, config, tmp_path)
+    more = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in range(config.num_hidden_layers)}
+    more["lm_head.weight"] = torch.ones(config.vocab_size, config.hidden_size)
+    change_tensors(tmp_path, lambda tensors: tensors.update(more))
+    assert pool.run(1, load_and_train, {}, config, tmp_path) == expected
 
 
 def test_refuses_pickles_and_half_a_download(pool, tmp_path):

@@ -294,6 +294,11 @@ def test_tp_size_that_does_not_divide_names_those_that_do(problems):
     ]
 
 
+def test_a_vocabulary_smaller_than_tp(problems):
+    expected = "model.vocab_size = 31: must be at least distributed.tp_size = 32"
+    assert problems("distributed.tp_size=32", "model.vocab_size=31") == [expected]
+
+
 def test_num_key_value_heads_left_out_is_num_attention_heads(load):
     assert load("model.num_attention_heads=8").model.num_key_value_heads == 8
     assert load("model.num_attention_heads=8", "model.num_key_value_heads=null").model.num_key_value_heads == 8

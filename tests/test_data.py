@@ -1,6 +1,8 @@
 """Tokens on disk and batches of them: exact ids, one build whoever asks, the same global batch in every layout."""
 
 import contextlib
+import errno
+import hashlib
 import io
 import json
 import multiprocessing
@@ -307,6 +309,20 @@ def test_every_process_gets_the_error(tmp_path, pool):
     assert messages[0] == messages[1] and "a.txt" in messages[0]
 
 
+def test_a_full_disk_is_told_with_the_file(tmp_path, monkeypatch):
+    def write(dataset, path):
+        raise OSError(errno.ENOSPC, "No space left on device")  # as Python's write raises it: without a name
+
+    monkeypatch.setattr(data, "write_tokens", write)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/cache/\w+\.partial \(dataset.cache_dir\)'"):
+        prepare_tokens(section(tmp_path, files=jsonl_of(tmp_path, ["text"])))
+
+
+def test_the_sum_is_that_of_the_file(tmp_path):
+    tokens = prepare_tokens(section(tmp_path, files=jsonl_of(tmp_path, ["one", "two"])))
+    assert tokens.sha256 == hashlib.sha256(tokens.path.read_bytes()).hexdigest()
+
+
 def test_killed_build_is_built_again(tmp_path):
     dataset = section(tmp_path, files=jsonl_of(tmp_path, ["x" * 50] * 200_000))
     builder = multiprocessing.get_context("fork").Process(target=prepare_tokens, args=(dataset,))
@@ -404,7 +420,7 @@ def token_file(folder, num_tokens):
     """Token k is k, so that a sequence shows where it comes from."""
     path = folder / f"{num_tokens}.bin"
     np.arange(num_tokens, dtype=np.uint16).tofile(path)
-    return TokenFile(path, num_tokens, "uint16", num_tokens - 1, 1, "bytes")
+    return TokenFile(path, num_tokens, "uint16", num_tokens - 1, 1, "bytes", "")
 
 
 def make_loader(tokens, step=0, **keys):
@@ -497,7 +513,7 @@ def test_micro_batch_out_of_range(tmp_path):
 def test_uint32_tokens(tmp_path):
     path = tmp_path / "wide.bin"
     np.array([70_000, 5, 1 << 31, 7], dtype=np.uint32).tofile(path)
-    tokens = TokenFile(path, 4, "uint32", 1 << 31, 1, "wide")
+    tokens = TokenFile(path, 4, "uint32", 1 << 31, 1, "wide", "")
     loader = make_loader(tokens, seq_length=3, micro_batch_size=1, gradient_accumulation_steps=1)
     assert loader[0]["input_ids"].tolist() == [[70_000, 5, 1 << 31]] and loader[0]["target_ids"].tolist() == [
         [5, 1 << 31, 7]

@@ -60,7 +60,7 @@ MUTATIONS = {  # file, what is there, what replaces it, a layout and options who
     ),
     "norms of ranks not added": ("data_parallel.py", "dist.all_reduce(squares)", "pass", TP, {}),
     "replicated weights counted twice in the norm": (
-        "data_parallel.py", "(is_sharded or pgm.process_group_manager.tp_rank == 0)", "True", TP, {},
+        "data_parallel.py", 'hasattr(parameter, "shard") or pgm.process_group_manager.tp_rank == 0', "True", TP, {},
     ),
     "tied copy counted twice in the norm": (
         "data_parallel.py", 'and not getattr(parameter, "is_copy", False)', "", PP, {},

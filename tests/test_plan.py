@@ -20,7 +20,7 @@ from config import load_config
 from data_parallel import DataParallelBucket
 from layouts import MICRO_BATCH_SIZE, SEQ_LENGTH, RandomMicroBatches
 from linear import deferred_weight_gradients
-from pipeline_parallel import ScheduleRun, train_step_pipeline
+from pipeline_parallel import PipelineExecutor, train_step_pipeline
 from plan import balance_layers, head_cost, layers_of_stages, make_plan, neighbours, settle_stages, timetable_of
 from stage_memory import Sizes, Stage, actions_and_sends, rank_memory
 
@@ -54,6 +54,19 @@ def settled(tmp_path_factory):
         return config
 
     return settled
+
+
+def test_tied_ends_of_a_placement_that_have_no_group_are_refused(settled, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from schedules import SCHEDULES\ndef mine(*numbers):\n    return SCHEDULES['afab'](*numbers)\n"
+        "mine.placement = lambda rank, chunk, size: (rank + 1) % size\n"
+    )
+    turned = (f"distributed.pp_engine={path}:mine", "distributed.pp_size=3")
+    settled(*turned)
+    settled("model.tie_word_embeddings=true", "distributed.pp_size=2", turned[0])
+    with pytest.raises(ValueError, match="first and the last stage on pp ranks 1 and 2: must be 0 and 2, or the same"):
+        settled("model.tie_word_embeddings=true", *turned)
 
 
 # --- balanced stages --------------------------------------------------------------------------------------------------
@@ -225,7 +238,7 @@ def test_logits_in_pieces_are_not_kept(pool, settled, monkeypatch):
 # --- what a step sends, and what waits for a boundary -----------------------------------------------------------------
 
 
-class CountingRun(ScheduleRun):
+class CountingRun(PipelineExecutor):
     """Notes for each action how many boundary tensors are there that are not its own input or result."""
 
     counts = []
@@ -283,7 +296,7 @@ def count_step(config):
         patch.setattr(dist, "all_gather_single", counting(dist.all_gather_single, 1, 0))
         patch.setattr(dist, "reduce_scatter_single", counting(dist.reduce_scatter_single, 1, 1))
         patch.setattr(dist, "batch_isend_irecv", batch_isend_irecv)
-        patch.setattr(pipeline_parallel, "ScheduleRun", CountingRun)
+        patch.setattr(pipeline_parallel, "PipelineExecutor", CountingRun)
         CountingRun.counts = []
         own_seq_length = t.seq_length // d.tp_size if d.sequence_parallel else t.seq_length
         shape = (t.micro_batch_size, own_seq_length, m.hidden_size)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -154,7 +155,28 @@ def test_cuda_where_there_is_none_is_an_error_that_says_what_to_use():
     assert str(error.value) == expected
 
 
+def test_more_processes_than_gpus_is_an_error_on_all_of_them(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    for local_rank in ("0", "7"):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        with pytest.raises(ValueError, match="8 processes on this machine need a GPU each, it has 4; lower torchrun's"):
+            choose_device("auto")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert choose_device("auto") == torch.device("cuda", 3)
+
+
 # ---- processes that find each other ----------------------------------------------------------------------------------
+
+
+def test_who_does_not_come_is_named(monkeypatch):
+    store = dist.HashStore()
+    store.set("hello/1", "")
+    monkeypatch.setattr(pgm, "LATE_START", timedelta(0))
+    with pytest.raises(ValueError, match="rank 2, 3 did not come within 0:00:00"):
+        pgm.wait_for_hellos(store, store, 4)
 
 
 def test_one_process_needs_no_torchrun(pool):

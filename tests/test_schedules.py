@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from fractions import Fraction
 from itertools import product
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -266,7 +267,8 @@ def test_idle_time(name, v):
 @pytest.mark.parametrize("forward_only", [False, True])
 def test_programs(name, forward_only, p, m, v):
     layout = Layout(name, p, m, v, forward_only)
-    timetable = make_timetable(name, p, m, layout.v, forward_only)
+    timetable = make_timetable(name, p, m, layout.v)
+    timetable = timetable.forward_only() if forward_only else timetable
     programs = [timetable.rank_program(rank) for rank in range(p)]
     for rank, program in enumerate(programs):
         assert [step for step in program if isinstance(step, Action)] == layout.lists[rank]
@@ -366,6 +368,13 @@ def test_a_right_one_of_a_file(tmp_path):
     assert timetable.starts[0] == [0, 4, 6, 10, 12, 16]
 
 
+def test_the_file_is_run_once_for_training_and_evaluation(tmp_path):
+    name = write_schedule(tmp_path, "def mine(*_):\n    return [F(0), B(0), F(1), B(1)]\n")
+    rank_program(name, 0, 2, 2)
+    Path(name.removesuffix(":mine")).unlink()
+    assert [step for step in rank_program(name, 0, 2, 2, forward_only=True) if isinstance(step, Action)] == [F(0), F(1)]
+
+
 def test_one_of_a_file_that_takes_chunks_in_a_v(tmp_path):
     name = write_schedule(
         tmp_path,
@@ -443,6 +452,14 @@ def test_a_wrong_one_of_a_file_is_told_what_is_wrong(tmp_path, source, message):
         (
             "def mine(*_):\n    return []\n\nmine.placement = lambda rank, chunk, size: 0\n",
             "stages to one rank: [[0], [0]]",
+        ),
+        (
+            "def mine(*_):\n    return []\n\nmine.placement = lambda rank, chunk: rank\n",
+            "the placement failed: TypeError: <lambda>() takes 2 positional arguments but 3 were given",
+        ),
+        (
+            "def mine(*_):\n    return []\n\nmine.placement = lambda rank, chunk, size: rank / 1\n",
+            "stages to one rank: [[0.0], [1.0]]",
         ),
         (
             "def mine(*_):\n    return [B(0, 0), F(0, 0), F(1, 0), B(1, 0)]\n",

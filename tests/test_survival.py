@@ -129,6 +129,17 @@ def test_three_steps_and_three_more_are_six(start, tmp_path):
     assert tensors_of(checkpoints(folders[0])[6]) == tensors_of(checkpoints(folders[1])[6])
 
 
+def test_what_changed_since_the_checkpoint_is_told(start, tmp_path):
+    save_dir = tmp_path / "saved"
+    finished(start("alone", *saving(save_dir), "training.steps=2"), 0)
+    changed = ("training.steps=3", "training.learning_rate=0.002", "training.gradient_accumulation_steps=1")
+    output = finished(start("alone", *saving(save_dir, resume=save_dir / "step_00000001"), *changed), 0)
+    note = "note: since that checkpoint: steps 2 -> 3, learning_rate 0.003 -> 0.002, global_batch_size 2 -> 1"
+    assert note in output.splitlines()
+    assert f"warning: {save_dir}/step_00000002 is later: checkpoint.resume=auto would take it" in output
+    assert "note:" not in finished(start("alone", *saving(save_dir), *changed), 0)
+
+
 # --- killed ----------------------------------------------------------------------------------------------------------
 
 
@@ -402,7 +413,7 @@ def test_two_runs_on_one_folder(start, tmp_path):
 def test_a_run_that_diverges_stops_and_keeps_the_last_good_checkpoint(start, tmp_path):
     save_dir = tmp_path / "saved"
     diverging = ("training.learning_rate=1e30", "training.warmup_steps=0", "training.grad_clip=null")
-    diverging += ("training.max_bad_steps=2",)
+    diverging += ("training.max_bad_steps=2", "training.min_learning_rate=1e30")
     run = start("pp2_zb_v", *saving(save_dir), *diverging)
     error = the_error(run)
     assert error == "2 steps in a row were not finite (training.max_bad_steps)"
@@ -413,6 +424,10 @@ def test_a_run_that_diverges_stops_and_keeps_the_last_good_checkpoint(start, tmp
     for _, loss, norm, where in bad:
         assert "nan" in (loss, norm) or "inf" in (loss, norm)
         assert re.fullmatch(r"not finite: the gradient of [\w.]+ on rank \d and on 1 more ranks", where)
+    # As the last step of a run it loses nothing: what the steps before it made is saved.
+    again = saving(tmp_path / "again", save_frequency=0)
+    finished(start("pp2_zb_v", *again, *diverging, f"training.steps={last + 1}"), 0)
+    assert tensors_of(checkpoints(tmp_path / "again")[last + 1]) == tensors_of(checkpoints(save_dir)[last])
 
 
 def test_one_bad_step_is_not_applied_and_the_run_goes_on(start, tmp_path):

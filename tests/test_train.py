@@ -141,6 +141,7 @@ def test_bad_input_is_one_line_and_exit_code_2(run, tmp_path):
         "'gpipe'": ["distributed.pp_engine=gpipe"],
         "use 2": ["distributed.pp_engine=zb_v", "distributed.pp_chunks=3"],
         "model.vocab_size must be at least": ["model.vocab_size=100"],
+        "training.max_tokens: 255 is less than one step has: must be at least 256": ["training.max_tokens=255"],
     }
     processes = {message: run.start(0, *overrides) for message, overrides in expected.items()}
     for message, process in processes.items():
@@ -191,17 +192,43 @@ def test_ctrl_c_on_one_process_is_exit_code_130(run):
     assert process.returncode == 130 and "Traceback" not in errors
 
 
-def test_two_machines(run):
-    """Two torchruns on this machine, as two machines would start them."""
+def run_on_two_machines(run, *overrides_of_both):
+    """Two torchruns on this machine, as two machines would start them. Returns exit code, output and errors of each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     layout = ("distributed.tp_size=2", "distributed.pp_size=2", "training.steps=2")
     launch = ["--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={port}"]
-    nodes = [run.start(2, *layout, launcher=[*launch, f"--node_rank={node}"]) for node in (0, 1)]
-    (first, errors), (second, _) = [node.communicate(timeout=100) for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], errors
+    nodes = [
+        run.start(2, *layout, *overrides, launcher=[*launch, f"--node_rank={node}"])
+        for node, overrides in enumerate(overrides_of_both)
+    ]
+    return [(node.returncode, *outputs) for outputs, node in [(node.communicate(timeout=100), node) for node in nodes]]
+
+
+def test_two_machines(run):
+    (code, first, errors), (other_code, second, _) = run_on_two_machines(run, [], [])
+    assert (code, other_code) == (0, 0), errors
     assert first.count("step     2") == 1 and "step" not in second
+
+
+def test_two_machines_that_are_set_up_differently(run, tmp_path):
+    (tmp_path / "other.txt").write_text("the quick brown fox jumps over the lazy cat; " * 200)
+    for overrides, name in (
+        (["training.learning_rate=0.002"], "training.learning_rate is not the same on all ranks: rank 0 has 0.001, "),
+        (["distributed.tp_size=1", "distributed.pp_size=4"], "distributed.tp_size is not the same on all ranks: "),
+        ([f'dataset.files=["{tmp_path}/other.txt"]'], "the data's SHA-256 is not the same on all ranks: "),
+    ):
+        for code, _, errors in run_on_two_machines(run, [], overrides):
+            assert code != 0 and errors.count("error:") == 1 and f"error: {name}" in errors
+            assert "Traceback" not in own(errors)
+
+
+def test_an_error_on_one_machine_ends_the_others(run):
+    (_, _, first), (_, _, second) = run_on_two_machines(run, [], ["model.num_key_value_heads=3"])
+    assert "error: rank 2 has ended with an error, told on its own machine" in first
+    assert "error: model.num_key_value_heads = 3: must" in second
+    assert "Traceback" not in own(first) + own(second)
 
 
 def test_every_key_has_a_reader():

@@ -19,7 +19,7 @@ import train
 from config import load_config
 from data import prepare_tokens
 from data_parallel import Bucket, DataParallelBucket
-from pipeline_parallel import ScheduleRun
+from pipeline_parallel import PipelineExecutor
 from verify import verify
 
 ROOT = Path(__file__).parent.parent
@@ -91,7 +91,7 @@ def test_right_code_is_ok(pool, small, layout, keys):
 
 def loss_not_divided(patch, model):
     """The usual mistake: what is logged is divided by the number of micro-batches, what is differentiated is not."""
-    forward = ScheduleRun.forward
+    forward = PipelineExecutor.forward
 
     def undivided(run, kind, chunk, microbatch):
         num_microbatches, run.num_microbatches = run.num_microbatches, 1
@@ -100,17 +100,17 @@ def loss_not_divided(patch, model):
         if model.is_last(chunk):
             run.losses[microbatch] /= num_microbatches
 
-    patch.setattr(ScheduleRun, "forward", undivided)
+    patch.setattr(PipelineExecutor, "forward", undivided)
 
 
 def division_left_out(patch, model):
-    forward = ScheduleRun.forward
+    forward = PipelineExecutor.forward
 
     def undivided(run, kind, chunk, microbatch):
         run.num_microbatches = 1
         forward(run, kind, chunk, microbatch)
 
-    patch.setattr(ScheduleRun, "forward", undivided)
+    patch.setattr(PipelineExecutor, "forward", undivided)
 
 
 def dp_division_left_out(patch, model):
@@ -135,14 +135,14 @@ def dp_sum_left_out(patch, model):
 def dp_sum_one_gradient_too_early(patch, model):
     """From the second step on, as the first one only counts: a bucket's last gradient comes after its sum over dp."""
 
-    def register_grad_ready(bucket, parameter):
+    def on_grad_ready(bucket, parameter):
         bucket.arrived += 1
         if bucket.expected and bucket.arrived == bucket.expected - 1:
             bucket.start_grad_sync()
             bucket.work.wait()
             bucket.work = Nothing()
 
-    patch.setattr(Bucket, "register_grad_ready", register_grad_ready)
+    patch.setattr(Bucket, "on_grad_ready", on_grad_ready)
 
 
 def f_left_out(patch, model):
@@ -175,7 +175,7 @@ def layers_swapped(patch, model):
 
 def scale(patch, model, factor, choose):
     """Multiplies the gradients that backward leaves in the parameters whose names are chosen."""
-    original = ScheduleRun.run
+    original = PipelineExecutor.run
 
     def run_and_scale(run, program):
         loss = original(run, program)
@@ -184,7 +184,7 @@ def scale(patch, model, factor, choose):
                 parameter.grad.mul_(factor)
         return loss
 
-    patch.setattr(ScheduleRun, "run", run_and_scale)
+    patch.setattr(PipelineExecutor, "run", run_and_scale)
 
 
 def stage_1_gets_nothing(patch, model):
@@ -210,7 +210,7 @@ def one_kind_turned(patch, model):
 
 
 def micro_batch_1_of_stage_0_lost(patch, model):
-    backward = ScheduleRun.backward
+    backward = PipelineExecutor.backward
 
     def forgetful(run, kind, chunk, microbatch):
         kept = [parameter.grad.clone() for parameter in model.parameters()]
@@ -219,7 +219,7 @@ def micro_batch_1_of_stage_0_lost(patch, model):
             for parameter, gradient in zip(model.parameters(), kept, strict=True):
                 parameter.grad.copy_(gradient)
 
-    patch.setattr(ScheduleRun, "backward", forgetful)
+    patch.setattr(PipelineExecutor, "backward", forgetful)
 
 
 def norm_doubled(patch, model):

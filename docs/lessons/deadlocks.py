@@ -2,8 +2,8 @@
 
     python schedules.py docs/lessons/deadlocks.py:upside_down --pp-size 4 --microbatches 8
 
-Each looks reasonable on one rank. None gets as far as a process: the checker plays all ranks' lists and says in words
-which action is wrong, or who waits for whom.
+Each looks reasonable on one rank. What cannot run does not get as far as a process: the checker plays all ranks' lists
+and says in words which action is wrong, or who waits for whom.
 """
 
 from schedules import SCHEDULES, B, F, I, W, v_shape
