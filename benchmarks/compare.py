@@ -171,6 +171,7 @@ def run_set(names, work, cycles):
                 for name in names if cycle % 2 == 0 else reversed(names):
                     seconds[name].append(runners[name].step())
                 print(f"cycle {cycle + 1} of {cycles}", end="\r", file=sys.stderr, flush=True)
+            print(file=sys.stderr)
             check_losses(runners)
             return {
                 name: {"seconds": seconds[name], "peak": max(runner.peaks), "speed_ups": runner.speed_ups}
