@@ -17,14 +17,14 @@ import traceback
 import torch
 import torch.distributed as dist
 
-import process_group_manager as pgm
+import rendezvous
 
 PATIENCE = 3.0  # seconds that a rank has to answer when another asks who is still there
 ending = False  # this process is about to leave: a store that others take along is no failure any more
 
 
 def watch():
-    """Starts the thread that answers. `pgm.join_processes` came before."""
+    """Starts the thread that answers. `rendezvous.join_processes` came before."""
     if dist.get_world_size() > 1:
         threading.Thread(target=answer_roll_call, args=(dist.get_rank(),), daemon=True).start()
 
@@ -39,12 +39,12 @@ def answer_roll_call(rank):
                 time.sleep(PATIENCE)
             os._exit(1)
         try:
-            is_called = pgm.store.check(["roll_call"])
+            is_called = rendezvous.store.check(["roll_call"])
         except RuntimeError:  # torchrun is gone, and nobody else would end this process: as if it had sent SIGTERM
             os.kill(os.getpid(), signal.SIGTERM)
             return
         if is_called:
-            pgm.store.set(f"here/{rank}", "")
+            rendezvous.store.set(f"here/{rank}", "")
             time.sleep(PATIENCE + 1)  # for the one that asked, to speak
             os._exit(1)
         time.sleep(0.5)
@@ -53,7 +53,7 @@ def answer_roll_call(rank):
 def store_is_gone():
     """Whether rank 0 is gone and took the store along; torchrun's own outlives the ranks."""
     # By a connection, since a call to a store that is gone prints pages from C++.
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not isinstance(pgm.store, dist.PrefixStore):
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not isinstance(rendezvous.store, dist.PrefixStore):
         return False
     try:
         socket.create_connection(store_address(), timeout=PATIENCE).close()
@@ -63,7 +63,7 @@ def store_is_gone():
 
 
 def store_address():
-    return pgm.store.underlying_store.host, pgm.store.underlying_store.port
+    return rendezvous.store.underlying_store.host, rendezvous.store.underlying_store.port
 
 
 def is_echo(error):
@@ -91,14 +91,14 @@ def report_failure(error):
             time.sleep(2 * PATIENCE)  # answer_roll_call ends this process
     ending = True
     try:
-        pgm.store.set(f"here/{rank}", "")
-        pgm.store.set(f"failed/{rank}", "")
+        rendezvous.store.set(f"here/{rank}", "")
+        rendezvous.store.set(f"failed/{rank}", "")
         if is_echo(error):
             text = f"{missing_ranks()}; the run ends ({str(error).strip().splitlines()[0]})"
-            is_first = pgm.store.add("failures", 1) == 1
+            is_first = rendezvous.store.add("failures", 1) == 1
         else:
-            pgm.store.add("failures", 1)
-            is_first = pgm.store.add(f"failure/{type(error).__name__}/{error}", 1) == 1
+            rendezvous.store.add("failures", 1)
+            is_first = rendezvous.store.add(f"failure/{type(error).__name__}/{error}", 1) == 1
     except RuntimeError:  # the store went down with its host
         is_first = True
     if is_first:
@@ -121,7 +121,7 @@ def missing_ranks():
 
 def call_roll():
     """Ends the other ranks. Returns those that do not answer."""
-    pgm.store.set("roll_call", "")
+    rendezvous.store.set("roll_call", "")
     deadline = time.monotonic() + PATIENCE
     while (gone := ranks_without("here")) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -129,7 +129,7 @@ def call_roll():
 
 
 def ranks_without(key):
-    return [rank for rank in range(dist.get_world_size()) if not pgm.store.check([f"{key}/{rank}"])]
+    return [rank for rank in range(dist.get_world_size()) if not rendezvous.store.check([f"{key}/{rank}"])]
 
 
 def stop(problem, patience=60.0):
@@ -140,7 +140,7 @@ def stop(problem, patience=60.0):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # training may have set it to something gentler
         time.sleep(patience)
     print("error: " + str(problem).replace("\n", "\n       "), file=sys.stderr, flush=True)
-    pgm.announce_stop()
+    rendezvous.announce_stop()
     sys.exit(2)
 
 

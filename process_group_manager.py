@@ -3,27 +3,21 @@
     torchrun --nproc_per_node 8 train.py --config configs/llama_1b_pp4_tp2.json   # tp 2 × pp 4 × dp 1
 
 Every process holds one coordinate (dp_rank, pp_rank, tp_rank) of a three-dimensional grid.
-`setup_process_group_manager` joins the processes and makes one process group per line of that grid; everybody else
+`setup_process_group_manager` makes one process group per line of that grid (rendezvous.py came before); everybody else
 reads the result as `pgm.process_group_manager.pp_rank` and friends. An axis of size 1 is a group of one, so code need
 not ask whether it is there; where it does, it is to save work.
 """
 
-import contextlib
-import json
 import os
-import secrets
 import shlex
 import sys
-import time
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+import rendezvous
+
 process_group_manager = None  # the one ProcessGroupManager of this process, made by setup_process_group_manager
-store = None  # the key-value store that all processes share, made by join_processes
-LATE_START = timedelta(hours=2)  # how long the first rank waits for the last one to arrive
-timeout = None  # of a collective in any group, set by join_processes; None: torch's own, half an hour
 
 
 def rank_grid(tp_size, pp_size, dp_size):
@@ -71,97 +65,6 @@ def check_world_size(config, world_size):
         raise ValueError(f"world size {world_size} != {grid}; {hint}")
 
 
-def join_processes(device, timeout_seconds, settings=None):
-    """`init_process_group` for torchrun's processes, or for this one alone.
-
-    A collective waits `timeout_seconds` for a missing rank; here the first one waits `LATE_START` for the last.
-    `settings`: {name: value} that all ranks must have alike, or each raises the same ValueError.
-    """
-    global store, timeout
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if world_size == 1:
-        store = dist.HashStore()
-    else:
-        # Ranks come here at different times: one may have tokenised for an hour. So they wait for each other outside
-        # of any collective, whose timeout then only has to cover a training step.
-        shared, rank, world_size = next(dist.rendezvous("env://", timeout=LATE_START))
-        store = wait_for_all(shared, rank, world_size)
-        check_same_everywhere({**(settings or {}), "distributed.device": device.type}, rank, world_size)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=timeout_seconds)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-
-
-def wait_for_all(shared, rank, world_size):
-    """The part of the store that belongs to this start of the ranks; torchrun keeps its store over --max-restarts, and
-    what an earlier start left there would mislead this one. Returns when all ranks have come.
-    """
-    me = secrets.token_hex(8)
-    if rank == 0:  # names the start, and welcomes the others when the last of them has said hello
-        mine = dist.PrefixStore(me, shared)
-        shared.set("start", me)
-        wait_for_hellos(shared, mine, world_size)
-        for other in range(1, world_size):
-            mine.set(f"welcome/{other}", mine.get(f"hello/{other}"))
-        return mine
-    start = None
-    while not is_stopped(shared):
-        if (latest := shared.get("start")) != start:  # if still an earlier start's: its welcome is to another process
-            start, mine = latest, dist.PrefixStore(latest.decode(), shared)
-            mine.set(f"hello/{rank}", me)
-        if mine.check([f"welcome/{rank}"]) and mine.get(f"welcome/{rank}").decode() == me:
-            return mine
-        time.sleep(0.05)
-
-
-def wait_for_hellos(shared, mine, world_size):
-    """Until every rank has said hello. After a minute it says who has not."""
-    started, missing, is_said = time.monotonic(), range(1, world_size), False
-    while missing := [rank for rank in missing if not mine.check([f"hello/{rank}"]) and not is_stopped(shared)]:
-        waited, names = time.monotonic() - started, ", ".join(map(str, missing))
-        if waited > LATE_START.total_seconds():
-            raise ValueError(f"rank {names} did not come within {LATE_START}")
-        if waited > 60 and not is_said:
-            print(f"waiting for rank {names}: still busy with the data?", flush=True)
-            is_said = True
-        time.sleep(0.05)
-
-
-def announce_stop():
-    """Tells the other machines, whose ranks wait for this one to come, that it does not."""
-    if store is None and int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
-        with contextlib.suppress(RuntimeError):  # nobody there to be told
-            shared, rank, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=5)))
-            shared.set(_stopped(), str(rank))
-
-
-def is_stopped(shared):
-    """Raises ValueError when a rank on another machine has ended with an error before it could come."""
-    if shared.check([_stopped()]):
-        raise ValueError(f"rank {shared.get(_stopped()).decode()} has ended with an error, told on its own machine")
-    return False
-
-
-def _stopped():
-    return f"stopped/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"  # the store outlives a restart
-
-
-def check_same_everywhere(settings, rank, world_size):
-    """Through the store, as ranks that are set up differently could not talk in any group."""
-    store.set(f"settings/{rank}", json.dumps(settings))
-    of_ranks = [json.loads(text) for text in store.multi_get([f"settings/{other}" for other in range(world_size)])]
-    store.set(f"settings_seen/{rank}", "")
-    if rank == 0:  # it may take the store along
-        store.wait([f"settings_seen/{other}" for other in range(world_size)])
-    for other, theirs in enumerate(of_ranks):
-        for name, value in of_ranks[0].items():
-            if theirs.get(name) != value:
-                shown = f"rank 0 has {json.dumps(value)}, rank {other} {json.dumps(theirs.get(name))}"
-                raise ValueError(f"{name} is not the same on all ranks: {shown}")
-
-
 class ProcessGroupManager:
     """This process's coordinate in the grid and its groups. Needs an initialised `torch.distributed`.
 
@@ -189,12 +92,14 @@ class ProcessGroupManager:
         # Tied embeddings have a copy at both ends of a pipeline; their gradients are summed over this group.
         self.embedding_group, self.embedding_ranks = self._new_group(pp_lines[:, [0, -1]] if pp_size > 1 else pp_lines)
         # For what one rank does while the others wait, however long: objects, by gloo, on GPUs too.
-        self.patient_group = dist.new_group(backend="gloo", timeout=LATE_START)
+        self.patient_group = dist.new_group(backend="gloo", timeout=rendezvous.LATE_START)
 
     def _new_group(self, lines):
         """A group of every row, made on every rank in the same order (else: hang); returns this rank's own."""
         for ranks in lines.tolist():
-            group = dist.new_group(ranks, timeout=timeout)  # it would not take over that of the world's group
+            group = dist.new_group(
+                ranks, timeout=rendezvous.timeout
+            )  # it would not take over that of the world's group
             if self.global_rank in ranks:
                 mine = group, ranks
         # Embedding lines leave out the middle stages; those ranks keep no group.
@@ -212,7 +117,7 @@ class ProcessGroupManager:
 
 
 def setup_process_group_manager(tp_size, pp_size, dp_size, device=torch.device("cpu")):  # noqa: B008
-    """Makes the global `process_group_manager`; `join_processes` came before."""
+    """Makes the global `process_group_manager`; `rendezvous.join_processes` came before."""
     global process_group_manager
     process_group_manager = ProcessGroupManager(tp_size, pp_size, dp_size)
     process_group_manager.warm_up(device)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import failure
 import process_group_manager as pgm
+import rendezvous
 from checkpoint_folder import find_weights
 from config import load_config
 from data import MicroBatchDataLoader, check_vocabulary, prepare_tokens
@@ -67,7 +68,8 @@ def set_up(config):
             validation_data = make_loader(config, validation_tokens, device, False)
         except ValueError as problem:
             raise ValueError(f"for validation: {problem}") from None
-    pgm.join_processes(device, distributed.timeout_seconds, shared_settings(config, tokens, validation_tokens))
+    settings = shared_settings(config, tokens, validation_tokens)
+    rendezvous.join_processes(device, distributed.timeout_seconds, settings)
     failure.watch()
     pgm.setup_process_group_manager(distributed.tp_size, distributed.pp_size, distributed.dp_size, device)
     say_start(config, device, tokens)

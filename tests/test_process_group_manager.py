@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
-from process_group_manager import choose_device, join_processes, rank_grid
+import rendezvous
+from process_group_manager import choose_device, rank_grid
+from rendezvous import join_processes
 
 CPU = torch.device("cpu")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -174,9 +176,9 @@ def test_more_processes_than_gpus_is_an_error_on_all_of_them(monkeypatch):
 def test_who_does_not_come_is_named(monkeypatch):
     store = dist.HashStore()
     store.set("hello/1", "")
-    monkeypatch.setattr(pgm, "LATE_START", timedelta(0))
+    monkeypatch.setattr(rendezvous, "LATE_START", timedelta(0))
     with pytest.raises(ValueError, match="rank 2, 3 did not come within 0:00:00"):
-        pgm.wait_for_hellos(store, store, 4)
+        rendezvous.wait_for_hellos(store, store, 4)
 
 
 def test_one_process_needs_no_torchrun(pool):
@@ -191,7 +193,8 @@ import os, sys, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from process_group_manager import choose_device, join_processes
+from process_group_manager import choose_device
+from rendezvous import join_processes
 
 rank, first_is_there, first_is_done = int(os.environ["RANK"]), Path(sys.argv[1]), Path(sys.argv[2])
 if rank == 0:

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
+import rendezvous
 
 # Slow modules that torch imports only when they are used: once in the parent instead of once in every worker.
 PRELOADED = ("torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
@@ -114,7 +115,7 @@ def perform(task):
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            pgm.process_group_manager = pgm.timeout = None
+            pgm.process_group_manager = rendezvous.timeout = None
             gc.collect()  # a group has threads and sockets of its own, until nothing (a model in a cycle) refers to it
             torch.set_default_dtype(torch.float32)
             faulthandler.cancel_dump_traceback_later()
