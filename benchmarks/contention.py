@@ -40,16 +40,19 @@ def main():
     parser.add_argument("--work", default="W1", help="W1 or W2, see compare.py")
     parser.add_argument("--cycles", type=int, default=8)
     arguments = parser.parse_args()
-    context, pipes = multiprocessing.get_context("spawn"), []
+    context, pipes, processes = multiprocessing.get_context("spawn"), [], []
     for _ in range(2):
         pipe, other = context.Pipe()
-        context.Process(target=serve, args=(arguments.work, other), daemon=True).start()
+        processes.append(context.Process(target=serve, args=(arguments.work, other)))
+        processes[-1].start()
         pipes.append(pipe)
     seconds(*pipes), seconds(*pipes)  # warm-up
     ratios = []
     for _ in range(arguments.cycles):
         alone = seconds(pipes[0]) + seconds(pipes[1])
         ratios.append(max(seconds(*pipes)) / statistics.mean(alone))
+    for process in processes:
+        process.kill()
     print(f"at once / alone: {statistics.median(ratios):.3f} ({min(ratios):.3f}, {max(ratios):.3f})")
 
 
