@@ -101,8 +101,8 @@ class Run:
             say(f"note: since that checkpoint: {', '.join(changes)}")
         checkpoint = self.config.checkpoint
         if checkpoint.resume != "auto" and self.saved_step is not None:
-            newest = checkpoints_in(checkpoint.save_dir)[0]
-            if int(newest.stem[5:]) > self.step:
+            newest = next(iter(checkpoints_in(checkpoint.save_dir)), None)  # none, if it was a copy with another name
+            if newest and int(newest.stem[5:]) > self.step:
                 say(f"warning: {newest} is later: checkpoint.resume=auto would take it, and checkpoint.keep counts it")
 
     def _load_tokenizer(self):

@@ -89,10 +89,10 @@ def shared_settings(config, tokens, validation_tokens):
     """What has to be the same on all ranks, or they would train something else than anybody meant."""
     settings = config.model_dump(include={"distributed", "model", "training"}, exclude={"model": {"name"}})
     named = {f"{section}.{key}": value for section, keys in settings.items() for key, value in keys.items()}
-    # A schedule of the user's own might depend on the process that makes it.
-    lists = zlib.crc32(repr(timetable_of(config).lists).encode())
+    engine = config.distributed.pp_engine
+    if ":" in engine:  # a schedule of the user's own might depend on the process that makes it
+        named[f"the schedule {engine}"] = zlib.crc32(repr(timetable_of(config).lists).encode())
     return named | {
-        f"the schedule {config.distributed.pp_engine}": lists,
         "dataset.shuffle": config.dataset.shuffle,
         "the data's SHA-256": tokens.sha256,
         "the validation data's": validation_tokens and [validation_tokens.sha256, validation_tokens.num_tokens],

@@ -244,7 +244,7 @@ def report(sets, rows):
             for ratio, (low, high) in zip(row["ratios"], row["intervals"], strict=True)
         ]
         target = f"at least {row['target']:.2f}: {row['verdict']}"
-        print(f"{row['ours']:28}{row['other']:33}{'   '.join(figures)}   {target}")
+        print(f"{row['ours']:28}{row['other']:33}{'   '.join(figures)}   {target}", flush=True)
     for one, other, target in MEMORY_TARGETS:
         if one in sets[0] and other in sets[0]:
             ratio = max(results[one]["peak"] / results[other]["peak"] for results in sets)
