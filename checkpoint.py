@@ -27,10 +27,12 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
 import process_group_manager as pgm
+from architecture import ONLY_VALUE, lay_over, read_architecture, read_json
 from checkpoint_folder import TRAINER_STATE, on_all_ranks, write_folder, write_tensors
-from config import ONLY_VALUE, Config, explain, lay_over, read_architecture, read_json
+from config import Config
 from model import build_on_meta, named_parameters
 from pipeline_parallel import pipeline_communicate
+from read_config import explain
 from tensor_parallel import shard_range
 
 RENAMED = {  # from our names to Hugging Face's, one replacement after the other

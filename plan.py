@@ -10,9 +10,9 @@ import json
 import re
 from itertools import groupby, permutations, product
 
-from config import unmet
 from log import flops_per_token
 from pipeline_parallel import distribute_layers
+from read_config import unmet
 from schedules import SCHEDULES, chunks_of, find_schedule
 from stage_memory import Sizes, Stage, actions_and_sends, rank_memory
 from timetable import timetable_of_run

@@ -21,14 +21,15 @@ import failure
 import process_group_manager as pgm
 import rendezvous
 from checkpoint_folder import find_weights
-from config import load_config
-from data import MicroBatchDataLoader, check_vocabulary, prepare_tokens
+from data import MicroBatchDataLoader
 from failure import stop
 from log import Log, check_outputs, count_parameters, flops_per_token, say, say_model, say_start
 from pipeline_parallel import evaluate, train_step_pipeline
 from plan import dry_run, explain_stages, settle_stages, timetable_of
+from read_config import load_config
 from run import Run, boundary_of, build_model
 from timeline import write_trace
+from token_file import check_vocabulary, prepare_tokens
 from verify import verify
 
 

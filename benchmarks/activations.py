@@ -21,11 +21,11 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.memory import resident  # noqa: E402
-from config import load_config  # noqa: E402
 from data_parallel import DataParallelBucket  # noqa: E402
 from log import say  # noqa: E402
 from pipeline_parallel import train_step_pipeline  # noqa: E402
 from plan import plan_rank  # noqa: E402
+from read_config import load_config  # noqa: E402
 from run import boundary_of, build_model  # noqa: E402
 from timetable import make_timetable  # noqa: E402
 from train import set_up  # noqa: E402

@@ -30,8 +30,8 @@ import train  # noqa: E402
 from benchmarks.memory import resident  # noqa: E402
 from checkpoint import LocalState, load_checkpoint, save_checkpoint  # noqa: E402
 from checkpoint_folder import find_checkpoint  # noqa: E402
-from config import load_config  # noqa: E402
 from log import say  # noqa: E402
+from read_config import load_config  # noqa: E402
 from run import Run  # noqa: E402
 
 OVERRIDES = "model.num_hidden_layers=2 distributed.pp_size=1 distributed.device=cpu"

@@ -16,8 +16,8 @@ from statistics import median
 
 import memory  # first: it lets what follows be found
 
-from config import load_config
 from plan import head_cost, layers_of_stages, settle_stages
+from read_config import load_config
 from timetable import make_timetable
 
 MODEL = (

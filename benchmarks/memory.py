@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import train  # noqa: E402
-from config import load_config  # noqa: E402
 from plan import make_plan  # noqa: E402
+from read_config import load_config  # noqa: E402
 
 BASE = {
     "distributed": {"device": "cpu"},

@@ -1,4 +1,4 @@
-"""Every check of config.py fails on one wrong input and says what is right; every key can be set."""
+"""Every check of read_config.py fails on one wrong input and says what is right; every key can be set."""
 
 import json
 import os
@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import process_group_manager as pgm
-from config import VALID_KEYS, load_config
+from config import VALID_KEYS
+from read_config import load_config
 
 ROOT = Path(__file__).parent.parent
 LLAMA3 = {
@@ -539,5 +540,5 @@ def test_stop_prints_on_local_rank_0_and_the_others_wait():
 
 def test_nothing_heavy_is_imported():
     """Eight ranks share two cores at start."""
-    code = "import config, sys; print({'torch', 'transformers', 'huggingface_hub', 'wandb'} & set(sys.modules))"
+    code = "import read_config, sys; print({'torch', 'transformers', 'huggingface_hub', 'wandb'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "set()\n"

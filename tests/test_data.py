@@ -21,8 +21,9 @@ import numpy as np
 import pytest
 import torch
 
-import data
-from data import MicroBatchDataLoader, TokenFile, check_vocabulary, prepare_tokens, standard_library_files
+import token_file
+from data import MicroBatchDataLoader
+from token_file import TokenFile, check_vocabulary, prepare_tokens, standard_library_files
 
 EOT = 256
 
@@ -259,7 +260,7 @@ def test_key_of_a_tokenizer_folder_is_its_content(tmp_path, tokenizer_folder):
     files = write(tmp_path, a_txt="the cat")
 
     def key(folder):
-        return data.cache_key(section(tmp_path, files=files, tokenizer=str(folder)))
+        return token_file.cache_key(section(tmp_path, files=files, tokenizer=str(folder)))
 
     assert key(copy) == key(tokenizer_folder)
     (copy / "model.safetensors").write_bytes(b"weights")
@@ -271,7 +272,7 @@ def test_key_of_a_tokenizer_folder_is_its_content(tmp_path, tokenizer_folder):
 def test_key_of_a_hub_data_set(tmp_path):
     base = section(tmp_path, name="owner/name")
     changes = [{}, dict(name="owner/other"), dict(subset_name="en"), dict(split="test"), dict(text_column="body")]
-    assert len({data.cache_key(SimpleNamespace(**vars(base) | change)) for change in changes}) == len(changes)
+    assert len({token_file.cache_key(SimpleNamespace(**vars(base) | change)) for change in changes}) == len(changes)
 
 
 @pytest.mark.parametrize("damage", [lambda path: os.truncate(path, 2), os.remove], ids=["truncated", "removed"])
@@ -313,7 +314,7 @@ def test_a_full_disk_is_told_with_the_file(tmp_path, monkeypatch):
     def write(dataset, path):
         raise OSError(errno.ENOSPC, "No space left on device")  # as Python's write raises it: without a name
 
-    monkeypatch.setattr(data, "write_tokens", write)
+    monkeypatch.setattr(token_file, "write_tokens", write)
     with pytest.raises(OSError, match=r"No space left on device: '.*/cache/\w+\.partial \(dataset.cache_dir\)'"):
         prepare_tokens(section(tmp_path, files=jsonl_of(tmp_path, ["text"])))
 
@@ -349,7 +350,7 @@ def test_killed_build_is_built_again(tmp_path):
 FRESH_PROCESS = """
 import json, os, sys
 from types import SimpleNamespace
-from data import prepare_tokens
+from token_file import prepare_tokens
 
 cached, name, tokenizer, one, three = [SimpleNamespace(**keys) for keys in json.loads(sys.argv[1])]
 report = {"cached": prepare_tokens(cached).num_tokens}
@@ -384,7 +385,8 @@ def fresh_process(tmp_path_factory, tokenizer_folder):
     for variable in ("TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS"):
         environment.pop(variable, None)
     command = [sys.executable, "-c", FRESH_PROCESS, json.dumps([vars(dataset) for dataset in sections])]
-    process = subprocess.run(command, cwd=Path(data.__file__).parent, env=environment, capture_output=True, text=True)
+    folder = Path(token_file.__file__).parent
+    process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout)
 
@@ -416,7 +418,7 @@ def test_num_proc(fresh_process):
 SEQ = 4
 
 
-def token_file(folder, num_tokens):
+def numbered_tokens(folder, num_tokens):
     """Token k is k, so that a sequence shows where it comes from."""
     path = folder / f"{num_tokens}.bin"
     np.arange(num_tokens, dtype=np.uint16).tofile(path)
@@ -443,7 +445,7 @@ FACTORS = [(8, 1, 1), (1, 8, 1), (2, 4, 1), (2, 2, 2), (4, 1, 2), (1, 4, 2), (1,
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("micro_batch_size, accumulation, dp_size", FACTORS)
 def test_global_batch_does_not_depend_on_how_it_factors(tmp_path, micro_batch_size, accumulation, dp_size, shuffle):
-    tokens = token_file(tmp_path, 30 * SEQ + 1)  # 30 sequences: 3 steps an epoch, 6 sequences left over
+    tokens = numbered_tokens(tmp_path, 30 * SEQ + 1)  # 30 sequences: 3 steps an epoch, 6 sequences left over
     factors = dict(micro_batch_size=micro_batch_size, gradient_accumulation_steps=accumulation, dp_size=dp_size)
     reference = make_loader(tokens, micro_batch_size=8, gradient_accumulation_steps=1, shuffle=shuffle)
     for step in range(7):
@@ -456,7 +458,7 @@ def test_global_batch_does_not_depend_on_how_it_factors(tmp_path, micro_batch_si
 
 
 def test_dp_ranks_share_the_micro_batches_of_one(tmp_path):
-    tokens = token_file(tmp_path, 30 * SEQ + 1)
+    tokens = numbered_tokens(tmp_path, 30 * SEQ + 1)
     one = micro_batches(tokens, 1, dp_size=1, gradient_accumulation_steps=4, shuffle=True)
     two = micro_batches(tokens, 1, dp_size=2, gradient_accumulation_steps=2, shuffle=True)
     assert one == two
@@ -469,7 +471,7 @@ def epoch_of(tokens, epoch, seed):
 
 
 def test_an_epoch_is_a_permutation_by_seed_and_epoch(tmp_path):
-    tokens = token_file(tmp_path, 30 * SEQ + 1)
+    tokens = numbered_tokens(tmp_path, 30 * SEQ + 1)
     epochs = {(seed, epoch): epoch_of(tokens, epoch, seed) for seed in (1, 2) for epoch in (0, 1, 2)}
     assert len(set(map(tuple, epochs.values()))) == 6
     for (seed, epoch), order in epochs.items():
@@ -481,7 +483,7 @@ def test_an_epoch_is_a_permutation_by_seed_and_epoch(tmp_path):
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_targets_are_the_inputs_shifted_by_one_across_epochs(tmp_path, shuffle):
-    tokens = token_file(tmp_path, 9 * SEQ + 1)  # the last token is only ever a target
+    tokens = numbered_tokens(tmp_path, 9 * SEQ + 1)  # the last token is only ever a target
     loader = make_loader(tokens, shuffle=shuffle)
     assert loader.steps_per_epoch == 2
     for loader.step in range(5):
@@ -493,7 +495,7 @@ def test_targets_are_the_inputs_shifted_by_one_across_epochs(tmp_path, shuffle):
 
 
 def test_a_micro_batch_depends_on_nothing_asked_before(tmp_path):
-    tokens = token_file(tmp_path, 30 * SEQ + 1)
+    tokens = numbered_tokens(tmp_path, 30 * SEQ + 1)
     keys = dict(gradient_accumulation_steps=4, micro_batch_size=1, shuffle=True)
     loader = make_loader(tokens, **keys)
     questions = [(0, 0), (0, 3), (0, 0), (9, 1), (0, 1), (8, 2), (9, 1), (100, 3)]  # epochs 0, 1, 14 in turn
@@ -504,7 +506,7 @@ def test_a_micro_batch_depends_on_nothing_asked_before(tmp_path):
 
 
 def test_micro_batch_out_of_range(tmp_path):
-    loader = make_loader(token_file(tmp_path, 100))
+    loader = make_loader(numbered_tokens(tmp_path, 100))
     for micro_batch in (-1, 2):
         with pytest.raises(AssertionError):
             loader[micro_batch]
@@ -529,10 +531,10 @@ def test_too_little_data_for_a_sequence(tmp_path, num_tokens):
 
 def test_as_little_data_as_a_batch_needs(tmp_path):
     keys = dict(micro_batch_size=2, gradient_accumulation_steps=3, dp_size=2)
-    loader = make_loader(token_file(tmp_path, 12 * SEQ + 1), **keys)
+    loader = make_loader(numbered_tokens(tmp_path, 12 * SEQ + 1), **keys)
     assert loader.steps_per_epoch == 1 and loader[2]["input_ids"].shape == (2, SEQ)
     with pytest.raises(ValueError) as error:
-        make_loader(token_file(tmp_path, 12 * SEQ), **keys)
+        make_loader(numbered_tokens(tmp_path, 12 * SEQ), **keys)
     assert str(error.value) == (
         "the data set has 11 sequences of 4 tokens; one global batch needs 12 = micro_batch_size 2 x "
         "gradient_accumulation_steps 3 x dp_size 2: lower one of these, or seq_length"

@@ -16,12 +16,12 @@ import parallel_region
 import pipeline_parallel
 import process_group_manager as pgm
 import train
-from config import load_config
 from data_parallel import DataParallelBucket
 from layouts import MICRO_BATCH_SIZE, SEQ_LENGTH, RandomMicroBatches
 from linear import deferred_weight_gradients
 from pipeline_parallel import PipelineExecutor, train_step_pipeline
 from plan import balance_layers, head_cost, layers_of_stages, make_plan, neighbours, settle_stages, timetable_of
+from read_config import load_config
 from stage_memory import Sizes, Stage, actions_and_sends, rank_memory
 
 ROOT = Path(__file__).parent.parent

@@ -16,10 +16,10 @@ import torch
 import parallel_region
 import process_group_manager as pgm
 import train
-from config import load_config
-from data import prepare_tokens
 from data_parallel import Bucket, DataParallelBucket
 from pipeline_parallel import PipelineExecutor
+from read_config import load_config
+from token_file import prepare_tokens
 from verify import verify
 
 ROOT = Path(__file__).parent.parent

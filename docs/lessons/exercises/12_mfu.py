@@ -7,8 +7,8 @@ Compares the figure with ones worked out by hand.
 
 from exercise import ROOT, expect
 
-from config import load_config
 from plan import make_plan, settle_stages
+from read_config import load_config
 
 
 def limit(file, *overrides):
