@@ -151,7 +151,7 @@ class LoggingConfig(Section):
     project_name: Text = "pipeline-pretraining"  # wandb's project
     run_name: Text | None = None  # wandb's name of the run; null = wandb makes one up
     metrics_file: Place | None = None  # JSONL, one object a step; null = none
-    show_transfers: bool = False  # print every transfer between stages as it is posted
+    show_transfers: bool = False  # print what stages send each other and wait for, as it happens
     trace_file: Place | None = None  # Chrome trace of one step on all ranks; null = none
     trace_step: PositiveInt = 2  # which step is traced, counted from this run's start; the first one warms up
 

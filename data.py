@@ -66,6 +66,8 @@ class MicroBatchDataLoader:
             sequences = permutation(self.num_sequences, self.seed, epoch)[sequences]
         positions = sequences[:, None] * self.seq_length + np.arange(self.seq_length + 1)
         batch = torch.from_numpy(self.ids[positions].astype(np.int64))  # (micro_batch_size, seq_length + 1)
+        if batch.max() > self.tokens.max_token_id:  # an embedding or a loss split over ranks would not notice
+            raise ValueError(f"{self.tokens.path} has changed since it was written; delete it to tokenise again")
         if torch.device(self.device).type == "cuda":
             batch = batch.pin_memory()  # only a copy from pinned memory does not wait for the GPU
         batch = batch.to(self.device, non_blocking=True)

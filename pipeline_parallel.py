@@ -210,6 +210,7 @@ class PipelineExecutor:
     def _take(self, key, chunk):
         tensor, handle = self.inbox.pop(key)
         if handle is not None:
+            self._show(f"stage {key[1]} waits for the {'gradient' if key[0] else 'input'} of micro-batch {key[2]}")
             handle.wait()
             self._record("wait", chunk, key[-1])
         return tensor
@@ -217,6 +218,11 @@ class PipelineExecutor:
     def _record(self, kind, chunk, microbatch):
         start, self.now = self.now, self.model.clock()
         self.spans.append(Span(kind, chunk, microbatch, start, self.now))
+
+    def _show(self, what):
+        if self.model.show_transfers:
+            line = f"step {self.data_loader.step + 1}, rank {pgm.process_group_manager.global_rank}: {what}\n"
+            print(line, end="", flush=True)  # in one piece: lines of several ranks do not mix
 
     def communicate(self, transfers):
         """Posts the transfers of one tick: this rank's sends from the outbox, its receives into new inbox tensors."""
@@ -228,10 +234,8 @@ class PipelineExecutor:
                 tensor = self.outbox.pop(key)
                 self._check_boundary(tensor, transfer)
                 operations.append((dist.isend, tensor, target))
-                if self.model.show_transfers:
-                    stages = f"stage {transfer.source_stage} → {transfer.target_stage}"
-                    line = f"tick {transfer.tick} | {transfer.action}: {stages} (rank {source} → {target})\n"
-                    print(line, end="", flush=True)  # in one piece: lines of several ranks do not mix
+                stages = f"stage {transfer.source_stage} → {transfer.target_stage}"
+                self._show(f"sends {transfer.action} to rank {target} ({stages}, tick {transfer.tick})")
             else:
                 tensor = torch.empty(self.shape, device=self.device, dtype=self.dtype)
                 operations.append((dist.irecv, tensor, source))

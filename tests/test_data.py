@@ -505,6 +505,13 @@ def test_a_micro_batch_depends_on_nothing_asked_before(tmp_path):
     assert not torch.equal(loader[0]["input_ids"], loader[1]["input_ids"])
 
 
+def test_a_token_file_that_has_changed_is_told(tmp_path):
+    tokens = numbered_tokens(tmp_path, 100)
+    np.full(100, 0xFFFF, dtype=np.uint16).tofile(tokens.path)  # as long as it was
+    with pytest.raises(ValueError, match=r"100\.bin has changed since it was written; delete it"):
+        make_loader(tokens)[0]
+
+
 def test_micro_batch_out_of_range(tmp_path):
     loader = make_loader(numbered_tokens(tmp_path, 100))
     for micro_batch in (-1, 2):

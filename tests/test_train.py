@@ -98,7 +98,10 @@ def test_schedules_and_transfers_and_trace(run, tmp_path):
                   "logging.show_transfers=true", "training.steps=2", "model.recompute=layer")  # fmt: skip
     assert process.returncode == 0, process.err
     # 4 micro-batches over 4 stages: 2 boundaries between ranks, each crossed forward and backward, in 2 steps.
-    assert len(re.findall(r"^tick \d+ \| [FI]\d'?: stage \d → \d \(rank \d → \d\)$", process.out, re.M)) == 4 * 4 * 2
+    sent = r"^step [12], rank (\d): sends [FI]\d'? to rank (?!\1)\d \(stage \d → \d, tick \d+\)$"
+    assert len(re.findall(sent, process.out, re.M)) == 4 * 4 * 2
+    awaited = r"^step [12], rank \d: stage \d waits for the (?:input|gradient) of micro-batch \d$"
+    assert len(re.findall(awaited, process.out, re.M)) == 4 * 4 * 2
     assert "bubble" in process.out
     events = json.loads(trace.read_text())["traceEvents"]
     assert sum(event["cat"] in "FIW" for event in events) == 2 * 2 * 4 * 3
