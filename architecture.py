@@ -32,12 +32,23 @@ def show(value: Any) -> str:
 def read_json(path: str) -> dict:
     try:
         with open(path, encoding="utf-8") as file:
-            value = json.load(file)
-    except (OSError, ValueError) as error:  # what the parser says names the line
-        raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from None
+            value = json.load(file, object_pairs_hook=_once_each)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # what the parser says names the line
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold an object {{...}}, it holds {show(value)}")
     return value
+
+
+def _once_each(pairs: list) -> dict:
+    fields = {}
+    for key, value in pairs:
+        if key in fields:  # the parser would take the last one, in silence
+            raise ValueError(f"the key {show(key)} is there twice")
+        fields[key] = value
+    return fields
 
 
 def read_architecture(name: str) -> dict:

@@ -22,18 +22,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
 import process_group_manager as pgm
-from architecture import ONLY_VALUE, lay_over, read_architecture, read_json
+from architecture import ONLY_VALUE, lay_over, read_architecture, read_json, show
 from checkpoint_folder import TRAINER_STATE, on_all_ranks, write_folder, write_tensors
 from config import Config
+from local_state import LocalState, place_of
 from model import build_on_meta, named_parameters
-from pipeline_parallel import pipeline_communicate
 from read_config import explain
-from tensor_parallel import shard_range
 
 RENAMED = {  # from our names to Hugging Face's, one replacement after the other
     "embedding.": "model.embed_tokens.",
@@ -44,6 +42,7 @@ RENAMED = {  # from our names to Hugging Face's, one replacement after the other
     "final_proj.": "lm_head.",
 }
 INDEX = "{}.safetensors.index.json"
+FLOATS = ("F64", "F32", "F16", "BF16")  # in a safetensors header
 END_OF_TEXT = 256  # of dataset.tokenizer "bytes"
 # Keys of the section `model` that change neither the shape of a tensor nor what is computed with it.
 NOT_ARCHITECTURE = {"name", "initializer_range", "max_position_embeddings", "recompute"}
@@ -80,67 +79,6 @@ def tensor_files(config):
             nbytes = dtype.itemsize * sum(shape.numel() for shape in shapes.values())
             files.append(TensorFile(family, f"{family}-{i:05d}-of-{len(parts):05d}.safetensors", shapes, nbytes))
     return files
-
-
-class LocalState:
-    """What this rank has: a tp shard of each parameter of its stages, and a piece of that shard's optimizer state.
-
-    The piece is all of it, except with ZeRO-1, whose slices of the flat buckets may cut through a parameter.
-    """
-
-    def __init__(self, model, data_parallel, optimizer):
-        manager, self.parameters, self.pieces = pgm.process_group_manager, dict(named_parameters(model)), {}
-        names = {parameter: name for name, parameter in self.parameters.items()}
-        for bucket in data_parallel.buckets:
-            master, state = bucket.master, optimizer.state[bucket.master]
-            flats = {f"optimizer-{key}": flat for key, flat in [("master", master), *state.items()] if key != "step"}
-            mine, num_slices = (manager.dp_rank, manager.dp_size) if bucket.zero1 else (0, 1)
-            for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
-                name, size, length = names[parameter], parameter.numel(), master.numel()
-                # cuts[r]: how many elements of the parameter lie before slice r of the bucket
-                cuts = [min(max(r * length - offset, 0), size) for r in range(num_slices + 1)]
-                places = [slice(*ends) for ends in itertools.pairwise(cuts)]
-                first = max(offset - mine * length, 0)
-                for family, flat in flats.items():
-                    self.pieces[family, name] = flat[first : first + cuts[mine + 1] - cuts[mine]], places, places[mine]
-                self.pieces["model", name] = parameter.detach().view(-1), [slice(0, size)], slice(0, size)
-
-    def gather(self, family, name, dp_rank, tp_rank):
-        """The whole tensor, in the memory of the rank of this stage with these coordinates; None on the others."""
-        manager, parameter = pgm.process_group_manager, self.parameters[name]
-        piece, places, _ = self.pieces[family, name]
-        part = put_together(piece, places, [parameter.numel()], dp_rank, manager.dp_ranks, manager.dp_group)
-        if manager.dp_rank != dp_rank:
-            return None
-        part, shard = part.view(parameter.shape), getattr(parameter, "shard", None)
-        if shard is not None:
-            places = [place_of(shard, rank) for rank in range(manager.tp_size)]
-            part = put_together(part, places, shard.full_shape, tp_rank, manager.tp_ranks, manager.tp_group)
-        return part.cpu() if manager.tp_rank == tp_rank else None
-
-
-def place_of(shard, tp_rank):
-    """Where in the full tensor tp rank `tp_rank` has its part, as an index."""
-    ends = shard_range(shard.full_shape[shard.dim], tp_rank, pgm.process_group_manager.tp_size)
-    return (slice(None),) * shard.dim + (slice(*ends),)
-
-
-def put_together(piece, places, shape, target, ranks, group):
-    """The tensor that has the piece of the r-th of `ranks` at places[r], on the `target`-th of them; else None."""
-    if len(places) == 1:
-        return piece
-    whole, parts, operation = None, {target: piece}, dist.isend
-    if group.rank() == target:
-        whole, operation = piece.new_empty(shape), dist.irecv
-        whole[places[target]] = piece
-        # Rows are received where they belong. Columns are no contiguous memory and come in a copy.
-        parts = {rank: whole[place].contiguous() for rank, place in enumerate(places) if rank != target}
-    transfers = [(operation, part, ranks[rank]) for rank, part in parts.items() if part.numel() > 0]
-    for handle in pipeline_communicate(transfers, group) if transfers else []:
-        handle.wait()
-    for rank, part in parts.items() if whole is not None else ():
-        whole[places[rank]] = part
-    return whole
 
 
 # --- saving ----------------------------------------------------------------------------------------------------------
@@ -256,8 +194,8 @@ def check_architecture(folder, config, ignored=frozenset()):
         raise ValueError("\n".join(f"{folder}: {explain(finding)}" for finding in error.errors())) from None
     keys = sorted(type(config).model_fields.keys() - NOT_ARCHITECTURE - ignored)
     if other := [key for key in keys if getattr(config, key) != getattr(theirs, key)]:
-        wanted = ", ".join(f"model.{key} = {getattr(config, key)}" for key in other)
-        raise ValueError(f"{wanted}, but {folder} has {', '.join(str(getattr(theirs, key)) for key in other)}")
+        values = ((key, show(getattr(config, key)), show(getattr(theirs, key))) for key in other)
+        raise ValueError("; ".join(f"model.{key} = {ours}, but {folder} has {theirs}" for key, ours, theirs in values))
 
 
 def load_family(folder, family, files, local):
@@ -283,8 +221,10 @@ def find_tensors(folder, family, files):
         raise ValueError(f"{folder} has neither {single.name} nor {index.name}, and no other format is read")
     shapes = {hugging_face_name(name): shape for file in files for name, shape in file.shapes.items()}
     found = {}
-    names = set(read_json(index).get("weight_map", {}).values()) if index.exists() else {single.name}
-    for path in sorted(folder / name for name in names):
+    weight_map = read_json(index).get("weight_map") if index.exists() else {"": single.name}
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(f"{index} is damaged: its weight_map must give each tensor's file")
+    for path in sorted(folder / name for name in set(weight_map.values())):
         try:
             file = safe_open(path, "pt")
         except SafetensorError as error:
@@ -295,9 +235,11 @@ def find_tensors(folder, family, files):
                     if name.endswith(".rotary_emb.inv_freq") or name == hugging_face_name("final_proj.weight"):
                         continue
                     raise ValueError(f"{path} has a tensor that the model does not have: {name}")
-                shape, found[name] = torch.Size(file.get_slice(name).get_shape()), path
-                if shape != shapes[name]:
-                    raise ValueError(f"{path}: {name} is {list(shape)}, in the model it is {list(shapes[name])}")
+                tensor, found[name] = file.get_slice(name), path
+                if tensor.get_shape() != list(shapes[name]):
+                    raise ValueError(f"{path}: {name} is {tensor.get_shape()}, in the model it is {list(shapes[name])}")
+                if tensor.get_dtype() not in FLOATS:  # quantised: its numbers mean nothing without their scales
+                    raise ValueError(f"{path}: {name} is {tensor.get_dtype()}, must be one of {', '.join(FLOATS)}")
     if missing := sorted(shapes.keys() - found.keys()):
         raise ValueError(f"{folder} lacks a tensor of the model: {missing[0]} ({len(missing)} missing)")
     return found

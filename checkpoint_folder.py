@@ -2,6 +2,7 @@
 
     save_dir/.tmp-step_00000010-…/  being written, or left by a killed run: never read, the next save deletes it
     save_dir/step_00000010/         whole: SHA256SUMS lists every file, as `sha256sum --check SHA256SUMS` expects it
+    save_dir/.old-step_00000010/    a whole one that is being replaced, until the new one has its name
 
 All files are on the disk before the folder gets its name by a rename, so a process may be killed at any moment. What is
 in the files is `checkpoint.py`'s affair. `lock_save_dir`, `write_folder` and `find_checkpoint` are called by all ranks
@@ -55,11 +56,13 @@ def lock_save_dir(save_dir):
     lock = FileLock(Path(save_dir, ".lock"))
 
     def acquire():
-        Path(save_dir).mkdir(parents=True, exist_ok=True)
         try:
+            Path(save_dir).mkdir(parents=True, exist_ok=True)
             lock.acquire(timeout=0)
         except Timeout:
             raise ValueError(f"checkpoint.save_dir = {save_dir}: another run is using it, each needs its own") from None
+        except OSError as problem:
+            raise ValueError(f"checkpoint.save_dir = {save_dir}: {problem}") from None
         mark.touch()
 
     def look():
@@ -147,10 +150,11 @@ def _publish(temporary, final, sums, keep):
     write_file(temporary / SUMS, "".join(f"{sums[name]}  {name}\n" for name in in_order).encode())
     _sync_folder(temporary)
     if final.exists():  # until the new one has the name, the old one stays a checkpoint under another
-        final.rename(final.with_suffix(".old"))
+        final.rename(final.with_name(f".old-{final.name}"))
     temporary.rename(final)
     _sync_folder(final.parent)
-    others = [path for path in checkpoints_in(final.parent) if path.stem != final.name and (path / SUMS).exists()]
+    others = [path for path in checkpoints_in(final.parent) if step_of(path) != step_of(final)]
+    others = [path for path in others if (path / SUMS).exists()]
     for path in others[keep - 1 :] if keep else []:
         path.rename(_hidden(path))
     _clean_up(final.parent)
@@ -158,7 +162,7 @@ def _publish(temporary, final, sums, keep):
 
 def _hidden(path):
     """The name of a folder that is no checkpoint yet, or no more."""
-    return path.with_name(f".tmp-{path.name}")
+    return path.with_name(f".tmp-{path.name.removeprefix('.old-')}")
 
 
 def _clean_up(save_dir):
@@ -166,7 +170,7 @@ def _clean_up(save_dir):
     for path in save_dir.glob(".tmp-step_*"):
         _delete(path)
     for path in checkpoints_in(save_dir):
-        if path.suffix and path.with_suffix("").exists():
+        if path.name.startswith(".old-") and path.with_name(path.name.removeprefix(".old-")).exists():
             _delete(path.rename(_hidden(path)))  # hidden first: what is half deleted must not look like a checkpoint
 
 
@@ -186,12 +190,17 @@ def _sync_folder(path):
 
 
 def checkpoints_in(save_dir):
-    """The newest first. A step_00000010.old without its successor was left by a kill between the two renames."""
-    paths = [path for path in Path(save_dir).glob("step_*") if re.fullmatch(r"step_\d{8,}(\.old)?", path.name)]
+    """The newest first. An .old-step_00000010 without its successor was left by a kill between the two renames."""
+    paths = [*Path(save_dir).glob("step_*"), *Path(save_dir).glob(".old-step_*")]
+    paths = [path for path in paths if re.fullmatch(r"(\.old-)?step_\d{8,}", path.name)]
     for path in paths:
         if not path.is_dir():
             raise ValueError(f"{path} is in the way: it has a checkpoint's name, but is not a folder")
-    return sorted(paths, key=lambda path: (int(path.stem[5:]), path.suffix == ""), reverse=True)
+    return sorted(paths, key=lambda path: (step_of(path), path.name), reverse=True)  # "." comes before "s"
+
+
+def step_of(path):
+    return int(path.name.rpartition("_")[2])
 
 
 def find_checkpoint(resume, save_dir):

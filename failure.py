@@ -113,7 +113,7 @@ def report_failure(error):
 
 def missing_ranks():
     if gone := call_roll():
-        return f"rank {', '.join(map(str, gone))} does not answer any more"
+        return f"rank {', '.join(map(str, gone))} {'does' if len(gone) == 1 else 'do'} not answer any more"
     time.sleep(PATIENCE)  # all are there; whoever waits for one that does not come will say so within a step
     late = ranks_without("failed")
     return f"rank {', '.join(map(str, late)) or '?'} did not come within distributed.timeout_seconds"

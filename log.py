@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e1
 
 def check_outputs(settings):
     """Before training: can what `logging` asks for be written? Raises ValueError or OSError."""
-    for key in ("metrics_file", "trace_file"):
+    for key, begins in (("metrics_file", b'{"step"'), ("trace_file", b'{"traceEvents"')):
         if path := getattr(settings, key):
             folder = os.path.dirname(path) or "."
             try:
@@ -27,6 +28,15 @@ def check_outputs(settings):
                 raise ValueError(f"logging.{key}: {path}: {problem}") from None
             if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
                 raise ValueError(f"logging.{key}: {path} cannot be written")
+            if os.path.isfile(path):
+                with open(path, "rb") as file:
+                    if not begins.startswith(file.read(len(begins))):
+                        raise ValueError(f"logging.{key}: {path} is there, and no run has written it; name another")
+            elif Path(path).is_fifo():
+                raise ValueError(f"logging.{key}: {path} is a pipe; it must be a file")
+    if settings.trace_file and settings.metrics_file:
+        if os.path.abspath(settings.trace_file) == os.path.abspath(settings.metrics_file):
+            raise ValueError(f"logging.trace_file: {settings.trace_file} is logging.metrics_file, too; name another")
     if settings.use_wandb and os.environ.get("RANK", "0") == "0":
         try:
             import wandb
@@ -62,7 +72,7 @@ def say_model(model, num_parameters):
     say(f"model: {num_parameters:,} parameters")
     for stage, layers in enumerate(model.layers):
         parts = ["embedding"] if stage == 0 else []
-        parts += [f"layers {layers[0]}-{layers[-1]}"] if layers else []
+        parts += [f"layers {layers[0]}-{layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}"] if layers else []
         parts += ["final norm, head"] if stage == model.num_stages - 1 else []
         say(f"  stage {stage} on pp rank {model.rank_of_stage[stage]}: {', '.join(parts)}")
 

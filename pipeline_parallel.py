@@ -13,16 +13,17 @@ the same micro-batch i. So no shape, flag or None ever travels.
 import time
 from contextlib import nullcontext
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import process_group_manager as pgm
+from find_schedule import find_schedule, placement_of
 from linear import deferred_weight_gradients
 from model import head_loss, recompute, rotary_tables
-from schedules import Action, find_schedule, placement_of
+from schedules import Action
+from timeline import Span
 from timetable import rank_program
 
 SENDS_IN_FLIGHT = 4  # batches: enough to overlap, and few enough that outputs are freed, not collected
@@ -44,8 +45,8 @@ def distribute_layers(num_layers, num_stages, layers_per_stage=None):
         )
     if 0 in layers_per_stage[1:-1]:
         raise ValueError(
-            f"distributed.pp_layers: {layers_per_stage}: all {num_stages} stages (pp_size × pp_chunks) but "
-            f"the first and the last need a layer, of the {num_layers} of model.num_hidden_layers"
+            f"distributed.pp_size × pp_chunks = {num_stages} stages, {layers_per_stage} layers in them: all but the "
+            f"first and the last stage need one, of the {num_layers} of model.num_hidden_layers"
         )
     starts = [sum(layers_per_stage[:stage]) for stage in range(num_stages)]
     return [range(start, start + count) for start, count in zip(starts, layers_per_stage, strict=True)]
@@ -123,16 +124,6 @@ def pipeline_communicate(operations, group):
     """
     works = dist.batch_isend_irecv([dist.P2POp(*operation, group=group) for operation in operations])
     return works if len(works) == len(operations) else works * len(operations)
-
-
-class Span(NamedTuple):
-    """What a rank did from `start` to `end` (marks of its clock): an action, or waiting for another rank."""
-
-    kind: str  # F, B, I, W, "wait" for an action's input, or "post": transfers, and waiting for earlier ones to leave
-    chunk: int
-    microbatch: int
-    start: object
-    end: object
 
 
 class PipelineExecutor:

@@ -11,6 +11,8 @@ import os
 import re
 from collections.abc import Iterator
 from operator import attrgetter
+from types import NoneType
+from typing import get_args
 
 from pydantic import ValidationError
 
@@ -28,7 +30,7 @@ def requirements(config: Config) -> Iterator[tuple[bool, str]]:
     """(does it hold, what must hold) for keys that have to fit each other; `unmet` adds to each full name its value."""
     d, m, t, data = config.distributed, config.model, config.training, config.dataset
     common = math.gcd(m.num_attention_heads, m.num_key_value_heads, m.intermediate_size)
-    tp_sizes = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)
+    tp_sizes = ", ".join(str(size) for size in range(1, min(common, 1024) + 1) if common % size == 0)
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         divides = getattr(m, key) % d.tp_size == 0
         yield divides, f"model.{key}: must be a multiple of distributed.tp_size; tp sizes for this model: {tp_sizes}"
@@ -59,13 +61,13 @@ def requirements(config: Config) -> Iterator[tuple[bool, str]]:
     yield t.warmup_steps <= t.steps, "training.warmup_steps: must be at most training.steps"
     yield (data.name is None) != (data.files is None), "dataset.name, dataset.files: give one, let the other be null"
     validates = data.validation_fraction > 0 or data.validation_files is not None
-    needed = "training.eval_frequency: needs dataset.validation_fraction or dataset.validation_files"
-    yield t.eval_frequency == 0 or validates, needed
+    nothing = "training.eval_frequency: no data for it with dataset.validation_fraction and dataset.validation_files"
+    yield t.eval_frequency == 0 or validates, nothing
     one = data.validation_fraction == 0 or data.validation_files is None
     yield one, "dataset.validation_fraction, dataset.validation_files: give one of them"
     saves = config.checkpoint.save_dir is not None
-    yield saves or not config.checkpoint.save_frequency, "checkpoint.save_frequency: needs checkpoint.save_dir"
-    yield saves or not config.checkpoint.keep, "checkpoint.keep: needs checkpoint.save_dir"
+    yield saves or not config.checkpoint.save_frequency, "checkpoint.save_frequency: no folder with checkpoint.save_dir"
+    yield saves or not config.checkpoint.keep, "checkpoint.keep: no folder with checkpoint.save_dir"
     for key in ("files", "validation_files"):
         for file in getattr(data, key) or []:
             known = os.path.splitext(file)[1].lower() in (".txt", ".jsonl", ".parquet")
@@ -82,10 +84,24 @@ def unmet(config: Config, exempt: set[str]) -> Iterator[str]:
             yield key.sub(lambda match: f"{match[0]} = {show(attrgetter(match[0])(config))}", text)
 
 
+NULLABLE = {
+    f"{section}.{key}"
+    for section, keys in Config.model_fields.items()
+    for key, field in keys.annotation.model_fields.items()
+    if NoneType in get_args(field.annotation)
+}
+RIGHT = {  # where pydantic's words, by type of error, are not those of JSON
+    "bool_type": "must be true or false",
+    "list_type": 'must be a list, such as ["a.txt", "b.txt"]',
+    "model_type": "must be an object, such as {...}; on the command line section.key=value",
+    "string_type": "must be a string",
+}
+
+
 def explain(error: dict) -> str:
     """One finding of pydantic as `section.key = value: what is right`."""
     name, key = ".".join(map(str, error["loc"])), error["loc"][-1]
-    right = error["msg"].replace("Input should be", "must be")
+    right = RIGHT.get(error["type"], error["msg"].replace("Input should be", "must be"))
     if name == f"model.{key}" and key in ONLY_VALUE:
         right = f"not supported, must be {show(ONLY_VALUE[key])}"
     elif error["type"] == "extra_forbidden":  # meant: this key of another section, or else the most similar name
@@ -93,6 +109,8 @@ def explain(error: dict) -> str:
         likely = [valid for valid in names if valid.split(".")[-1] == key]
         likely += difflib.get_close_matches(name, names, n=1, cutoff=0)
         right = f"unknown, not supported; the nearest is {likely[0]}"
+    elif name in NULLABLE:
+        right += ", or null"
     return f"{name} = {show(error['input'])}: {right}"
 
 
@@ -109,9 +127,12 @@ def read_override(override: str) -> dict:
 
 def load_config(path: str, overrides: list[str]) -> Config:
     """The checked run; ValueError with a line for each problem."""
-    problems = [f"{text}: must be section.key=value" for text in overrides if "=" not in text]
+    is_setting = {text: bool(re.match(r"\w+(\.\w+)*=", text)) for text in overrides}
+    problems = [
+        f"{text}: must be section.key=value, without spaces" for text, is_one in is_setting.items() if not is_one
+    ]
     given = {}
-    for layer in [read_json(path), *(read_override(text) for text in overrides if "=" in text)]:
+    for layer in [read_json(path), *(read_override(text) for text in overrides if is_setting[text])]:
         for section, keys in layer.items():
             base = given.get(section, {})
             if isinstance(base, dict) and isinstance(keys, dict):
@@ -120,7 +141,8 @@ def load_config(path: str, overrides: list[str]) -> Config:
                 given[section] = keys
 
     exempt = set()  # sections and keys that no other key is held against: wrong ones, and
-    if any(override.startswith("training.steps=") for override in overrides):
+    set_here = {text.partition("=")[0] for text in overrides}
+    if "training.steps" in set_here and "training.warmup_steps" not in set_here:
         exempt.add("training.steps")  # a run cut short to try it may end inside its warm-up
     model = given.get("model")
     if isinstance(model, dict) and isinstance(model.get("name"), str):

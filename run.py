@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 
 import failure
+from architecture import show
 from checkpoint import load_checkpoint, load_weights, save_checkpoint
-from checkpoint_folder import checkpoints_in, find_checkpoint, lock_save_dir, on_all_ranks
+from checkpoint_folder import checkpoints_in, find_checkpoint, lock_save_dir, on_all_ranks, step_of
 from data_parallel import DataParallelBucket
 from log import say
 from model import build_on_meta, materialize
@@ -69,12 +70,7 @@ class Run:
         if checkpoint.save_dir:
             self.lock = lock_save_dir(checkpoint.save_dir)
             on_all_ranks(self._load_tokenizer, only=0)
-            if checkpoint.resume == "none" and any(Path(checkpoint.save_dir).glob("step_*")):
-                if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":  # else: they are this run's own
-                    raise ValueError(
-                        f"checkpoint.resume: 'none', but {checkpoint.save_dir} has checkpoints; empty it first"
-                    )
-                checkpoint.resume = "auto"
+            self._keep_apart(checkpoint)
         path = None
         if checkpoint.save_dir or checkpoint.resume not in ("auto", "none"):
             path = find_checkpoint(checkpoint.resume, checkpoint.save_dir)
@@ -90,19 +86,34 @@ class Run:
             load_weights(checkpoint.init_from, *parts)
             say(f"weights from {checkpoint.init_from}")
 
+    def _keep_apart(self, checkpoint):
+        """A run that does not begin with what `save_dir` has must not write among it."""
+        save_dir, resume = Path(checkpoint.save_dir), checkpoint.resume
+        begins_there = resume == "auto" or (resume != "none" and Path(resume).resolve().parent == save_dir.resolve())
+        if begins_there or not any(save_dir.glob("step_*")):
+            return
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            raise ValueError(
+                f"checkpoint.resume: {resume!r}, but {save_dir} has checkpoints, which checkpoint.resume=auto would "
+                "continue; empty it first, or take another checkpoint.save_dir"
+            )
+        checkpoint.resume = "auto"  # torchrun has started the ranks again, and they are this run's own
+
     def _compare(self, state):
         """Says where this run is not the one that saved `state`, which has just been loaded."""
         if state["data"] != self.data:
             say("warning: the data set, its tokenizer or its order is not the checkpoint's: it starts anew")
             self.sequences = 0
         then = state.get("course", self.course)
-        changes = [f"{key} {then.get(key)} -> {now}" for key, now in self.course.items() if then.get(key) != now]
+        changes = [
+            f"{key} {show(then.get(key))} -> {show(now)}" for key, now in self.course.items() if then.get(key) != now
+        ]
         if changes:
             say(f"note: since that checkpoint: {', '.join(changes)}")
         checkpoint = self.config.checkpoint
         if checkpoint.resume != "auto" and self.saved_step is not None:
             newest = next(iter(checkpoints_in(checkpoint.save_dir)), None)  # none, if it was a copy with another name
-            if newest and int(newest.stem[5:]) > self.step:
+            if newest and step_of(newest) > self.step:
                 say(f"warning: {newest} is later: checkpoint.resume=auto would take it, and checkpoint.keep counts it")
 
     def _load_tokenizer(self):

@@ -17,10 +17,7 @@ A schedule of your own is such a function in a file of yours: `distributed.pp_en
 It holds one chunk a rank unless it takes num_chunks; `my_function.placement = v_shape` folds the model into a V.
 """
 
-import inspect
-import runpy
 import sys
-import traceback
 from itertools import count
 from typing import NamedTuple
 
@@ -136,8 +133,8 @@ def interleaved_1f1b(pp_rank, pp_size, num_microbatches, num_chunks):
 def zb_v(pp_rank, pp_size, num_microbatches):
     """ZB-V (arXiv 2401.10241, section 6): two chunks in a V. Idle time (p − 1)F/2 if F = I = W; holds p micro-batches.
 
-    rank 0   F0  F1  F2  F0' I0' W0' F1' I1' W1' F3  I0  W0  F2' I2' W2' I1  W1  F3' I3' W3'     I2  W2  I3  W3
-    rank 1       F0  F0' F1  F1' I0' W0' F2  I0  W0  F2' I1' W1' F3  I1  W1  F3' I2' W2' I3' I2  I3  W2  W3' W3
+    rank 0   F0  F1  F2  F0' I0' W0' F1' I1' W1' F3  I0  W0  F2' I2' W2' I1  W1  F3' I3' W3' I2  W2  I3  W3
+    rank 1       F0  F0' F1  F1' I0' W0' F2  I0  W0  F2' I1' W1' F3  I1  W1  F3' I2' W2' I2  I3' I3  W2  W3' W3
     """
     n = max(num_microbatches, 2 * pp_size - 1)  # the pattern needs so many; `_only` takes the surplus out again
     down, up = 0, 1  # the chunk on the way down the V, and the one on the way back up
@@ -160,9 +157,9 @@ def zb_v(pp_rank, pp_size, num_microbatches):
         if counts["F", down] < n:
             do(("F", down))
         do(("I", down), ("W", down), ("F", up), ("I", up), ("W", up))
-    # Cool-down: the input gradients that others wait for first, then what is left of W.
+    # Cool-down: the input gradients that others wait for first, the older micro-batch's before; then the rest of W.
     for _ in range(pp_rank):
-        do(("I", up), ("I", down))
+        do(("I", down), ("I", up))
     for _ in range(pp_size - pp_rank):
         do(("I", down), ("W", down))
     do(*[("W", up)] * (n - counts["W", up]), *[("W", down)] * (n - counts["W", down]))
@@ -231,70 +228,6 @@ SCHEDULES = {
     "zb_v": zb_v,
     "dualpipev": dualpipev,
 }
-
-
-def find_schedule(name):
-    """The schedule function called `name`: one of SCHEDULES, or `path/to/file.py:function`. Raises ValueError."""
-    if name in SCHEDULES:
-        return SCHEDULES[name]
-    path, _, function_name = name.rpartition(":")
-    if not path.endswith(".py"):
-        known = ", ".join(SCHEDULES)
-        raise ValueError(f"distributed.pp_engine: {name!r} is not a schedule; use one of {known}, or file.py:function")
-    try:
-        module = runpy.run_path(path)
-    except (Exception, SystemExit) as problem:
-        raise ValueError(f"distributed.pp_engine: cannot load {name!r}: {_with_line(problem, path)}") from problem
-    if not inspect.isfunction(module.get(function_name)):
-        raise ValueError(f"distributed.pp_engine: {name!r}: {path} has no function {function_name!r}")
-    return module[function_name]
-
-
-def _with_line(problem, path):
-    """An exception in a user's file as one line, with the last line of that file that it went through."""
-    lines = [frame.lineno for frame in traceback.extract_tb(problem.__traceback__) if frame.filename == path]
-    text = f"{type(problem).__name__}: {' '.join(str(problem).split())}"  # a SyntaxError knows its line itself
-    return f"{text} ({path}, line {lines[-1]})" if lines else text
-
-
-def placement_of(schedule):
-    return getattr(schedule, "placement", loop)
-
-
-def chunks_of(schedule):
-    """How many model chunks a rank `schedule` takes; None if that is free, as the parameter num_chunks."""
-    if placement_of(schedule) is v_shape:
-        return 2
-    return None if "num_chunks" in inspect.signature(schedule).parameters else 1
-
-
-def check_chunks(schedule, num_chunks):
-    """Raises ValueError unless `schedule` can be made for `num_chunks` model chunks a rank."""
-    needed = chunks_of(schedule)
-    if needed not in (None, num_chunks):
-        why = "folds the model into a V" if needed == 2 else "has one chunk a rank"
-        raise ValueError(f"distributed.pp_chunks: {num_chunks}, but this schedule {why}: use {needed}")
-
-
-def action_lists(schedule, pp_size, num_microbatches, num_chunks=1):
-    """Every rank's list of actions. Raises ValueError when the function fails or makes something else."""
-    takes_chunks = "num_chunks" in inspect.signature(schedule).parameters
-    numbers = (pp_size, num_microbatches, num_chunks) if takes_chunks else (pp_size, num_microbatches)
-    lists = []
-    for pp_rank in range(pp_size):
-        call = f"{schedule.__name__}{(pp_rank, *numbers)}"
-        try:
-            actions = schedule(pp_rank, *numbers)
-        except (Exception, SystemExit) as problem:
-            raise ValueError(f"{call} failed: {_with_line(problem, inspect.getsourcefile(schedule))}") from problem
-        if not isinstance(actions, list):
-            raise ValueError(f"{call} returned {actions!r:.100}; it must return a list of actions")
-        for action in actions:
-            if not (isinstance(action, Action) and type(action.chunk) is type(action.microbatch) is int):
-                how = "make every action with F, B, I or W and whole numbers: F(microbatch) or F(microbatch, chunk)"
-                raise ValueError(f"{call} returned a list with {action!r:.100} in it; {how}")
-        lists.append(actions)
-    return lists
 
 
 if __name__ == "__main__":

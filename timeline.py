@@ -8,6 +8,7 @@
 
 import json
 import time
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,17 @@ import torch.distributed as dist
 import process_group_manager as pgm
 from schedules import Action
 from timetable import predicted_bubble
+
+
+class Span(NamedTuple):
+    """What a rank did from `start` to `end` (marks of its clock): an action, or waiting for another rank."""
+
+    kind: str  # F, B, I, W, "wait" for an action's input, or "post": transfers, and waiting for earlier ones to leave
+    chunk: int
+    microbatch: int
+    start: object
+    end: object
+
 
 KINDS = "FBIW"
 

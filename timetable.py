@@ -10,7 +10,8 @@ from functools import lru_cache
 from itertools import accumulate, chain
 from typing import NamedTuple
 
-from schedules import Action, action_lists, check_chunks, find_schedule, placement_of
+from find_schedule import action_lists, check_chunks, find_schedule, placement_of
+from schedules import Action
 
 UNIT_COSTS = {"F": 1, "B": 2, "I": 1, "W": 1}  # per chunk, in ticks
 

@@ -68,9 +68,12 @@ def standard_library_files() -> list[Path]:
 
 
 def text_of(row: dict, text_column: str, where: str) -> str:
-    if not isinstance(row.get(text_column), str):
-        columns = ", ".join(row)
-        raise ValueError(f"{where} has no text in column {text_column!r} (dataset.text_column); its columns: {columns}")
+    if text_column not in row:
+        raise ValueError(f"{where} has no column {text_column!r} (dataset.text_column); its columns: {', '.join(row)}")
+    if not isinstance(row[text_column], str):
+        raise ValueError(
+            f"{where} has {row[text_column]!r:.60} in column {text_column!r} (dataset.text_column): not text"
+        )
     return row[text_column]
 
 
@@ -182,20 +185,25 @@ def write_tokens(dataset, path: Path) -> dict:
 # ---- Cache: one process tokenises, all others and all later runs read -----------------------------------------------
 
 
+def known_file(name: str) -> Path:
+    if Path(name).suffix.lower() not in (".txt", ".jsonl", ".parquet") or not Path(name).is_file():
+        raise ValueError(f"dataset.files: {name!r} is not an existing .txt, .jsonl or .parquet file")
+    return Path(name)
+
+
 def file_identity(path: Path) -> tuple:
-    if path.suffix.lower() not in (".txt", ".jsonl", ".parquet") or not path.is_file():
-        raise ValueError(f"dataset.files: {str(path)!r} is not an existing .txt, .jsonl or .parquet file")
     return str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns
 
 
 def cache_key(dataset) -> str:
     """A hash of everything that decides the tokens (of what lies on the hub: its name)."""
     if dataset.files:
-        source = [file_identity(Path(name)) for name in dataset.files]
+        source = [file_identity(known_file(name)) for name in dataset.files]
     elif dataset.name == "python-stdlib":
         source = [dataset.name, platform.python_version(), sysconfig.get_paths()["stdlib"]]
     else:
         source = [dataset.name, dataset.subset_name, dataset.split]
+        source += [file_identity(path) for path in sorted(Path(dataset.name).rglob("*")) if path.is_file()]  # local
     tokenizer = dataset.tokenizer
     if Path(tokenizer).is_dir():  # a model's folder: its weights are large and decide no token
         files = sorted(path for path in Path(tokenizer).iterdir() if path.is_file() and path.suffix != ".safetensors")
@@ -218,7 +226,10 @@ def prepare_tokens(dataset) -> TokenFile:
     path = Path(dataset.cache_dir) / f"{cache_key(dataset)}.bin"
     if tokens := read_cache(path):
         return tokens
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise ValueError(f"dataset.cache_dir: {problem}") from None
     # A file lock, not a barrier: there is no process group yet, so no timeout, and the lock dies with its process.
     with FileLock(path.with_suffix(".lock")):
         if tokens := read_cache(path):

@@ -25,9 +25,10 @@ from data import MicroBatchDataLoader
 from failure import stop
 from log import Log, check_outputs, count_parameters, flops_per_token, say, say_model, say_start
 from pipeline_parallel import evaluate, train_step_pipeline
-from plan import dry_run, explain_stages, settle_stages, timetable_of
+from plan import dry_run
 from read_config import load_config
 from run import Run, boundary_of, build_model
+from stages import explain_stages, settle_stages, timetable_of
 from timeline import write_trace
 from token_file import check_vocabulary, prepare_tokens
 from verify import verify
@@ -48,7 +49,7 @@ def parse_arguments(arguments):
     return arguments
 
 
-def set_up(config):
+def set_up(config, is_verify=False):
     """Everything that can find the configuration wrong. Returns (device, training data, validation data or None)."""
     distributed, data = config.distributed, config.dataset
     settle_layout(config, int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None)
@@ -69,7 +70,7 @@ def set_up(config):
             validation_data = make_loader(config, validation_tokens, device, False)
         except ValueError as problem:
             raise ValueError(f"for validation: {problem}") from None
-    settings = shared_settings(config, tokens, validation_tokens)
+    settings = {"--verify": is_verify, **shared_settings(config, tokens, validation_tokens)}
     rendezvous.join_processes(device, distributed.timeout_seconds, settings)
     failure.watch()
     pgm.setup_process_group_manager(distributed.tp_size, distributed.pp_size, distributed.dp_size, device)
@@ -88,12 +89,19 @@ def settle_layout(config, world_size):
 
 def shared_settings(config, tokens, validation_tokens):
     """What has to be the same on all ranks, or they would train something else than anybody meant."""
-    settings = config.model_dump(include={"distributed", "model", "training"}, exclude={"model": {"name"}})
+    sections = dict.fromkeys(("distributed", "model", "training", "checkpoint"), True)
+    settings = config.model_dump(
+        include=sections | {"logging": {"log_frequency", "trace_step"}},
+        exclude={"model": {"name"}, "checkpoint": {"init_from"}},  # which may be folders of this machine
+    )
     named = {f"{section}.{key}": value for section, keys in settings.items() for key, value in keys.items()}
     engine = config.distributed.pp_engine
     if ":" in engine:  # a schedule of the user's own might depend on the process that makes it
-        named[f"the schedule {engine}"] = zlib.crc32(repr(timetable_of(config).lists).encode())
+        timetable = timetable_of(config)
+        named[f"the schedule {engine}"] = zlib.crc32(repr((timetable.lists, timetable.stages)).encode())
     return named | {
+        "whether there is a checkpoint.init_from": config.checkpoint.init_from is not None,
+        "whether there is a logging.trace_file": config.logging.trace_file is not None,
         "dataset.shuffle": config.dataset.shuffle,
         "the data's SHA-256": tokens.sha256,
         "the validation data's": validation_tokens and [validation_tokens.sha256, validation_tokens.num_tokens],
@@ -193,6 +201,8 @@ def train(run, validation_data, device):
             say(f"step {run.step} is not applied: loss {loss:.4g}, gradient norm {grad_norm:.4g}; {where}")
             if bad_steps == training.max_bad_steps:
                 failure.stop_all(f"{bad_steps} steps in a row were not finite (training.max_bad_steps)")
+    if signals.flag and not is_finished(run):
+        say(f"ended by a signal after step {run.step}")
     if traced_step and run.step < traced_step:
         say("warning: the run ended before logging.trace_step: no trace")
     if bad_steps and not run.data_parallel.weights_are_finite():
@@ -221,7 +231,8 @@ class Signals:
     def received(self, device):
         flag = torch.tensor(self.flag, device=device)
         dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(flag)
+        self.flag = flag.item()
+        return bool(self.flag)
 
 
 def main(arguments=None):
@@ -231,9 +242,11 @@ def main(arguments=None):
         if arguments.dry_run:
             grid = config.distributed
             settle_layout(config, grid.tp_size * grid.pp_size * (grid.dp_size or 1))
-            print(dry_run(config, arguments.memory, arguments.json))
+            plan = dry_run(config, arguments.memory, arguments.json)
+            if os.environ.get("RANK", "0") == "0":
+                print(plan)
             return 0
-        device, train_data, validation_data = set_up(config)
+        device, train_data, validation_data = set_up(config, arguments.verify)
         if not arguments.verify:
             run = Run(config, device, train_data)
             run.restore()
@@ -261,6 +274,8 @@ def main_and_exit(arguments=None):
         exit_code = stopped.code
     except KeyboardInterrupt:  # Ctrl-C reaches every rank: no stack trace from any of them
         exit_code = 130
+        if os.environ.get("RANK", "0") == "0":
+            print("\nended by Ctrl-C, nothing saved; SIGTERM ends a run after the step at hand, saved", flush=True)
     sys.stdout.flush()
     os._exit(exit_code)  # the interpreter's tidy ending can abort over gloo's threads
 

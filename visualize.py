@@ -19,7 +19,8 @@ from itertools import product
 from math import floor, inf
 
 from costs import NAMES, Trace, number, read_costs
-from schedules import SCHEDULES, chunks_of, find_schedule
+from find_schedule import chunks_of, find_schedule
+from schedules import SCHEDULES
 
 # --- as text ----------------------------------------------------------------------------------------------------------
 
@@ -129,7 +130,10 @@ def draw_rows(axes, rows, last_chunk, inches):
             if box.kind in NAMES and names:
                 axes.text((box.start + box.end) / 2, rank, names[0], color="k", ha="center", va="center", fontsize=7)
     stages = [sorted({box.stage for box in boxes if box.kind in NAMES}) for boxes in rows]
-    axes.set_yticks(range(len(rows)), [f"rank {r}, stage {', '.join(map(str, s))}" for r, s in enumerate(stages)])
+    axes.set_yticks(
+        range(len(rows)),
+        [f"rank {r}, stage{'s' * (len(s) > 1)} {', '.join(map(str, s))}" for r, s in enumerate(stages)],
+    )
     axes.set_ylim(len(rows) - 0.4, -0.6)
 
 
@@ -159,9 +163,15 @@ def draw(path, pictures, unit):
         axes.set_xlabel(f"time ({unit.strip()})" if unit else "time (F, I and W of a rank's share as in --costs)")
         kinds = {box.kind for box in boxes}
         legend = [Patch(color=COLOURS[kind], label=NAMES.get(kind, kind)) for kind in COLOURS if kind in kinds]
-        legend += [Patch(color=colour("F", c, last_chunk), label=f"F of chunk {c}") for c in range(1, last_chunk + 1)]
+        legend += [
+            Patch(color=colour(kind, chunk, last_chunk), label=f"{kind} of chunk {chunk}")
+            for chunk in range(1, last_chunk + 1)
+            for kind in NAMES
+            if kind in kinds
+        ]
         figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), frameon=False)
         figure.savefig(path)
+    print(f"drawn into {path}")
 
 
 # --- command line -----------------------------------------------------------------------------------------------------

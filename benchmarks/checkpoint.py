@@ -28,8 +28,9 @@ sys.path.insert(0, str(ROOT))
 import failure  # noqa: E402
 import train  # noqa: E402
 from benchmarks.memory import resident  # noqa: E402
-from checkpoint import LocalState, load_checkpoint, save_checkpoint  # noqa: E402
+from checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 from checkpoint_folder import find_checkpoint  # noqa: E402
+from local_state import LocalState  # noqa: E402
 from log import say  # noqa: E402
 from read_config import load_config  # noqa: E402
 from run import Run  # noqa: E402

@@ -16,8 +16,8 @@ from statistics import median
 
 import memory  # first: it lets what follows be found
 
-from plan import head_cost, layers_of_stages, settle_stages
 from read_config import load_config
+from stages import head_cost, layers_of_stages, settle_stages
 from timetable import make_timetable
 
 MODEL = (

@@ -23,10 +23,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import pipeline_parallel  # noqa: E402
 import process_group_manager as pgm  # noqa: E402
 from data_parallel import DataParallelBucket  # noqa: E402
+from find_schedule import chunks_of  # noqa: E402
 from log import say  # noqa: E402
 from read_config import load_config  # noqa: E402
 from run import boundary_of, build_model  # noqa: E402
-from schedules import SCHEDULES, chunks_of  # noqa: E402
+from schedules import SCHEDULES  # noqa: E402
 from timeline import seconds, stage_costs  # noqa: E402
 from timetable import make_timetable  # noqa: E402
 from train import set_up  # noqa: E402

@@ -17,7 +17,8 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from costs import NAMES, read_costs  # noqa: E402
-from schedules import SCHEDULES, chunks_of, find_schedule  # noqa: E402
+from find_schedule import chunks_of, find_schedule  # noqa: E402
+from schedules import SCHEDULES  # noqa: E402
 from visualize import COLOURS  # noqa: E402
 
 PP_SIZES, MICROBATCHES, CHUNKS = (2, 4, 8), (2, 4, 8, 16), (2, 4)

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import process_group_manager as pgm
+from find_schedule import chunks_of
 from layouts import MICRO_BATCH_SIZE, SEQ_LENGTH, RandomMicroBatches, tiny_config
 from model import build_on_meta, materialize
 from pipeline_parallel import PipelineExecutor, PipelineParallel
-from schedules import SCHEDULES, chunks_of
+from schedules import SCHEDULES
 from tensor_parallel import apply_tensor_parallel
 from timetable import make_timetable, rank_program
 

@@ -409,14 +409,24 @@ def change_tensors(folder, change):
 NORM = "model.layers.2.input_layernorm.weight"
 
 
+@pytest.mark.parametrize("weight_map", [[1, 2], {"a": 3}, None])
+def test_refuses_an_index_that_names_no_files(weight_map, pool, tmp_path):
+    llama(model_config(), tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    for kind, message in pool.run(2, try_to_load, LAYOUTS["pp2"], model_config(), load_weights, tmp_path):
+        assert kind == "ValueError" and f"{index} is damaged: its weight_map" in message
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
         (lambda tensors: tensors.pop(NORM), f"lacks a tensor of the model: {NORM} (1 missing)"),
         (lambda tensors: tensors.update({NORM + "s": torch.ones(2)}), f"does not have: {NORM}s"),
         (lambda tensors: tensors.update({NORM: torch.ones(31)}), f"{NORM} is [31], in the model it is [32]"),
+        (lambda tensors: tensors.update({NORM: torch.ones(32, dtype=torch.int8)}), f"{NORM} is I8, must be one of F64"),
     ],
-    ids=["missing", "extra", "misshapen"],
+    ids=["missing", "extra", "misshapen", "quantised"],
 )
 def test_refuses_other_tensors_by_name(change, expected, pool, tmp_path):
     llama(model_config(), tmp_path)
@@ -478,7 +488,8 @@ def test_names_all_that_is_another_architecture(saved, pool):
     (folder,) = saved["untied_pp2"].save_dir.glob("step_*")
     config = model_config(num_hidden_layers=2, attention_bias=True)
     ((_, message),) = pool.run(1, try_to_load, {}, config, load_checkpoint, folder)
-    assert message == f"model.attention_bias = True, model.num_hidden_layers = 2, but {folder} has False, 4"
+    layers = f"model.num_hidden_layers = 2, but {folder} has 4"
+    assert message == f"model.attention_bias = true, but {folder} has false; {layers}"
 
 
 def save_with_tokenizer(config, save_dir, tokenizer):
@@ -593,15 +604,18 @@ def test_keeps_the_newest_and_cleans_up(pool, tmp_path):
 
 
 def test_a_step_saved_twice_is_replaced(pool, tmp_path):
-    pool.run(1, save_steps, {}, model_config(), tmp_path, [4], {})
+    backup = tmp_path / "step_00000003.old"  # somebody's own
+    backup.mkdir()
+    pool.run(1, save_steps, {}, model_config(), tmp_path, [3, 4], {})
+    backup.rmdir()  # FileNotFoundError if it was cleaned up
     first = sums_of(tmp_path)
     pool.run(1, save_steps, {}, model_config(), tmp_path, [3, 4], {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000003", "step_00000004"]
     assert (tmp_path / "step_00000004" / "SHA256SUMS").read_text() != first
     # Killed between the two renames: the old one is found under its other name, until the step is saved again.
-    (tmp_path / "step_00000004").rename(tmp_path / "step_00000004.old")
+    (tmp_path / "step_00000004").rename(tmp_path / ".old-step_00000004")
     ((_, found), _), *_ = pool.run(1, try_to_find, "auto", tmp_path)
-    assert found == tmp_path / "step_00000004.old"
+    assert found == tmp_path / ".old-step_00000004"
     # Killed after the second rename: the new one is found.
     shutil.copytree(found, tmp_path / "step_00000004")
     ((_, found), _), *_ = pool.run(1, try_to_find, "auto", tmp_path)

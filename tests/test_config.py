@@ -207,8 +207,10 @@ def test_override_value_is_json_or_else_a_string(load):
         ("model.seq_length=8", "model.seq_length = 8: unknown, .*nearest is training.seq_length"),
         ("trainin.steps=8", 'trainin = {"steps": 8}: unknown, .*nearest is training$'),
         ("steps=8", "steps = 8: unknown, .*nearest is training.steps"),
-        ("training.steps", "training.steps: must be section.key=value"),
-        ("training=8", "training = 8: must be a valid dictionary"),
+        ("training.steps", "training.steps: must be section.key=value, without spaces"),
+        ("training.steps = 3", "training.steps = 3: must be section.key=value, without spaces"),
+        ("=2", "=2: must be section.key=value"),
+        ("training=8", "training = 8: must be an object, .*; on the command line section.key=value"),
         # types and ranges
         ('training.steps="2"', 'training.steps = "2": must be a valid integer'),
         ("training.steps=true", "training.steps = true: must be a valid integer"),
@@ -220,7 +222,8 @@ def test_override_value_is_json_or_else_a_string(load):
         ("training.weight_decay=Infinity", "training.weight_decay = Infinity: must be a finite number"),
         ("training.weight_decay=-1", "training.weight_decay = -1: must be greater than or equal to 0"),
         ("training.adam_beta2=1", "training.adam_beta2 = 1: must be less than 1"),
-        ("training.grad_clip=0", "training.grad_clip = 0: must be greater than 0"),
+        ("training.grad_clip=0", "training.grad_clip = 0: must be greater than 0, or null"),
+        ("training.max_tokens=None", 'training.max_tokens = "None": must be a valid integer, or null'),
         ("training.max_tokens=0", "training.max_tokens = 0: must be greater than 0"),
         ("training.seed=-1", "training.seed = -1: must be greater than or equal to 0"),
         ("distributed.tp_size=0", "distributed.tp_size = 0: must be greater than 0"),
@@ -228,11 +231,15 @@ def test_override_value_is_json_or_else_a_string(load):
         ("distributed.timeout_seconds=0", "distributed.timeout_seconds = 0: must be greater than or equal to 1"),
         ("distributed.pp_layers=3", "distributed.pp_layers = 3: must be 'balanced' or a list of layer counts"),
         ("distributed.pp_layers=even", "distributed.pp_layers = \"even\": must be 'balanced' or a list"),
-        ("distributed.pp_layers=[33, -1]", r"pp_layers = \[33, -1\]: .* list of layer counts, each at least 0$"),
-        ("distributed.pp_layers=[31, null]", r"pp_layers = \[31, null\]: .* list of layer counts, each at least 0$"),
+        (
+            "distributed.pp_layers=[33, -1]",
+            r"pp_layers = \[33, -1\]: .* list of layer counts, each at least 0, or null$",
+        ),
+        ("distributed.pp_layers=[31, null]", r"pp_layers = \[31, null\]: .* each at least 0, or null$"),
         ("model.dtype=float16", "model.dtype = \"float16\": must be 'float32', 'float64' or 'bfloat16'"),
-        ("model.attention_bias=1", "model.attention_bias = 1: must be a valid boolean"),
+        ("model.attention_bias=1", "model.attention_bias = 1: must be true or false"),
         ("dataset.num_proc=0", "dataset.num_proc = 0: must be greater than 0"),
+        ("dataset.files=a.txt", r'dataset.files = "a.txt": must be a list, such as \["a.txt", "b.txt"\], or null$'),
         ("dataset.files=[]", r"dataset.files = \[\]: List should have at least 1 item"),
         ("logging.log_frequency=0", "logging.log_frequency = 0: must be greater than 0"),
         # model fields that are not supported
@@ -267,7 +274,11 @@ def test_override_value_is_json_or_else_a_string(load):
         ("model.head_dim=7", "model.head_dim = 7: must be even"),
         ("model.hidden_size=96", "model.head_dim = 3: must be even; .*model.hidden_size = 96 .*heads = 32"),
         ("distributed.pp_size=33", "distributed.pp_size = 33: must be at most model.num_hidden_layers = 32"),
-        ("training.eval_frequency=5", "training.eval_frequency = 5: needs dataset.validation_fraction = 0.0 or"),
+        ("checkpoint.keep=2", "checkpoint.keep = 2: no folder with checkpoint.save_dir = null"),
+        (
+            "training.eval_frequency=5",
+            "training.eval_frequency = 5: no data for it with dataset.validation_fraction = 0.0",
+        ),
         ("distributed.pp_layers=[31]", r"distributed.pp_layers = \[31\]: .*add up to model.num_hidden_layers = 32"),
         ("training.seq_length=2049", "seq_length = 2049: must be at most model.max_position_embeddings = 2048"),
         ("training.min_learning_rate=1", "min_learning_rate = 1.0: .*at most training.learning_rate = 0.0003"),
@@ -339,6 +350,8 @@ def test_wrong_key_is_not_held_against_others(problems):
 def test_run_cut_short_on_the_command_line_may_end_in_its_warmup(write):
     path = write({"training": {"steps": 100, "warmup_steps": 10}})
     assert load_config(path, ["training.steps=3"]).training.steps == 3
+    with pytest.raises(ValueError, match="warmup_steps = 9: must be at most training.steps = 3"):
+        load_config(path, ["training.steps=3", "training.warmup_steps=9"])
     with pytest.raises(ValueError, match="warmup_steps = 10: must be at most training.steps = 3"):
         load_config(write({"training": {"steps": 3, "warmup_steps": 10}}), [])
 
@@ -359,6 +372,9 @@ def test_dataset_name_and_files(write, load, problems, tmp_path):
     "content, expected",
     [
         ('{\n"training": {\n"steps": 1\n"seed": 2}}', "Expecting ',' delimiter: line 4 column 1"),
+        ("not JSON", "cannot be read as JSON: Expecting value: line 1"),
+        ('{"training": {"steps": 1, "seed": 2, "steps": 3}}', 'the key "steps" is there twice'),
+        ('{"training":' + "[" * 100_000, "cannot be read as JSON: .*recursion"),
         ("[]", r"must hold an object .* it holds \[\]"),
         (None, "cannot be read: No such file or directory"),
     ],

@@ -131,8 +131,8 @@ ERRORS = {
         ["a.jsonl: line 2", "column 'text'", "its columns: id, body"],
     ),
     "parquet without column": (dict(a_parquet=[{"id": 1, "body": "b"}]), ["row 0", "'text'", "its columns: id, body"]),
-    "null": (dict(a_parquet=[{"text": "a"}, {"text": None}]), ["a.parquet: row 1", "has no text"]),
-    "number": (dict(a_jsonl='{"text": 3}'), ["a.jsonl: line 1", "has no text in column 'text'"]),
+    "null": (dict(a_parquet=[{"text": "a"}, {"text": None}]), ["a.parquet: row 1", "has None in column 'text'"]),
+    "number": (dict(a_jsonl='{"text": 3}'), ["a.jsonl: line 1", "has 3 in column 'text'", "not text"]),
     "malformed json": (
         dict(a_jsonl='{"text": "a"}\n{"text": oops}'),
         ["a.jsonl: line 2 is not a JSON object", "char 9"],
@@ -273,6 +273,17 @@ def test_key_of_a_hub_data_set(tmp_path):
     base = section(tmp_path, name="owner/name")
     changes = [{}, dict(name="owner/other"), dict(subset_name="en"), dict(split="test"), dict(text_column="body")]
     assert len({token_file.cache_key(SimpleNamespace(**vars(base) | change)) for change in changes}) == len(changes)
+
+
+def test_key_of_a_local_folder_is_its_files(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    base = section(tmp_path, name=str(folder))
+    keys = [token_file.cache_key(base)]
+    for text in ("one", "another"):
+        (folder / "a.jsonl").write_text(json.dumps({"text": text}))
+        keys.append(token_file.cache_key(base))
+    assert len(set(keys)) == 3
 
 
 @pytest.mark.parametrize("damage", [lambda path: os.truncate(path, 2), os.remove], ids=["truncated", "removed"])

@@ -20,9 +20,10 @@ from data_parallel import DataParallelBucket
 from layouts import MICRO_BATCH_SIZE, SEQ_LENGTH, RandomMicroBatches
 from linear import deferred_weight_gradients
 from pipeline_parallel import PipelineExecutor, train_step_pipeline
-from plan import balance_layers, head_cost, layers_of_stages, make_plan, neighbours, settle_stages, timetable_of
+from plan import make_plan, neighbours
 from read_config import load_config
 from stage_memory import Sizes, Stage, actions_and_sends, rank_memory
+from stages import balance_layers, head_cost, layers_of_stages, settle_stages, timetable_of
 
 ROOT = Path(__file__).parent.parent
 LLAMA_405B = str(ROOT / "configs/llama_405b_16k.json")

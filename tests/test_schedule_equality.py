@@ -9,8 +9,9 @@ import functools
 import pytest
 import torch
 
+from find_schedule import chunks_of
 from layouts import assert_close, assert_equal, on_layout, plain, run_cases, tiny_config
-from schedules import SCHEDULES, chunks_of
+from schedules import SCHEDULES
 
 ENGINES = [(name, chunks_of(schedule) or 2) for name, schedule in SCHEDULES.items()]
 CONFIG = tiny_config(num_hidden_layers=8, num_attention_heads=2, num_key_value_heads=1)

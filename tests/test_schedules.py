@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedules import SCHEDULES, Action, B, F, action_lists, chunks_of, placement_of
+from find_schedule import action_lists, chunks_of, placement_of
+from schedules import SCHEDULES, Action, B, F
 from timetable import ScheduleError, Timetable, make_timetable, predicted_bubble, rank_program
 from visualize import grid
 
@@ -415,7 +416,7 @@ WRONG = {
     "kind": ("return [Action('G', 0, 0)]", "rank 0: there is no kind of action 'G': the kinds are F, B, I and W"),
     "two kinds": ("return [Action('FB', 0, 0), F(1), B(1)]", "there is no kind of action 'FB'"),
     "nothing": ("pass", "mine(0, 2, 2) returned None; it must return a list of actions"),
-    "generator": ("yield F(0)", "it must return a list of actions"),
+    "generator": ("yield F(0)", "rank 0: B0 of stage 0 is missing"),  # is as good as a list, but for that
     "text": (
         "return ['F0', 'B0']",
         "mine(0, 2, 2) returned a list with 'F0' in it; make every action with F, B, I or W",

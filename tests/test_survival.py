@@ -140,6 +140,20 @@ def test_what_changed_since_the_checkpoint_is_told(start, tmp_path):
     assert "note:" not in finished(start("alone", *saving(save_dir), *changed), 0)
 
 
+def test_another_runs_checkpoints_are_not_written_among(start, tmp_path):
+    ours, others = tmp_path / "ours", tmp_path / "others"
+    finished(start("alone", *saving(ours), "training.steps=2"), 0)
+    finished(start("alone", *saving(others), "training.steps=3", "training.seed=7"), 0)
+    before = sorted(others.iterdir())
+    from_ours = saving(others, resume=ours / "step_00000001", keep=1)
+    assert f"but {others} has checkpoints, which checkpoint.resume=auto would continue" in the_error(
+        start("alone", *from_ours)
+    )
+    assert sorted(others.iterdir()) == before
+    fork = saving(tmp_path / "fork", resume=ours / "step_00000001")
+    assert "at step 1" in finished(start("alone", *fork, "training.steps=2"), 0)
+
+
 # --- killed ----------------------------------------------------------------------------------------------------------
 
 

@@ -128,6 +128,18 @@ def test_own_schedule_trains_and_a_wrong_one_is_explained_before_processes_meet(
     )
 
 
+def test_a_placement_that_depends_on_the_process_is_told(run, tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "import os\n"
+        "from schedules import one_f_one_b as mine\n"
+        "mine.placement = lambda pp_rank, chunk, pp_size: (pp_rank + int(os.environ['RANK'])) % pp_size\n"
+    )
+    process = run(2, "distributed.pp_size=2", f"distributed.pp_engine={mine}:mine")
+    assert process.err.count("error:") == 1 and f"the schedule {mine}:mine is not the same on all ranks" in process.err
+    assert "Traceback" not in own(process.err)
+
+
 def own(text):
     """What our processes wrote: torchrun's report starts with its log lines."""
     return re.split(r"^[WE]\d{4} ", text, maxsplit=1, flags=re.M)[0]
@@ -135,6 +147,8 @@ def own(text):
 
 def test_bad_input_is_one_line_and_exit_code_2(run, tmp_path):
     (tmp_path / "short.txt").write_text("twenty characters...")
+    (tmp_path / "config.json").write_text("{}")
+    os.mkfifo(tmp_path / "pipe")
     short = [f'dataset.files=["{tmp_path}/short.txt"]', "dataset.validation_fraction=0"]
     expected = {
         "type: torchrun --nproc_per_node 2 train.py": ["distributed.tp_size=2"],
@@ -144,6 +158,10 @@ def test_bad_input_is_one_line_and_exit_code_2(run, tmp_path):
         "'gpipe'": ["distributed.pp_engine=gpipe"],
         "use 2": ["distributed.pp_engine=zb_v", "distributed.pp_chunks=3"],
         "model.vocab_size must be at least": ["model.vocab_size=100"],
+        "config.json is there, and no run has written it": [f"logging.trace_file={tmp_path}/config.json"],
+        "out is logging.metrics_file, too": [f"logging.{key}_file={tmp_path}/out" for key in ("trace", "metrics")],
+        "pipe is a pipe": [f"logging.metrics_file={tmp_path}/pipe"],
+        "dataset.cache_dir: [Errno 20]": [f"dataset.cache_dir={tmp_path}/short.txt/cache"],
         "training.max_tokens: 255 is less than one step has: must be at least 256": ["training.max_tokens=255"],
     }
     processes = {message: run.start(0, *overrides) for message, overrides in expected.items()}
@@ -221,6 +239,9 @@ def test_two_machines_that_are_set_up_differently(run, tmp_path):
         (["training.learning_rate=0.002"], "training.learning_rate is not the same on all ranks: rank 0 has 0.001, "),
         (["distributed.tp_size=1", "distributed.pp_size=4"], "distributed.tp_size is not the same on all ranks: "),
         ([f'dataset.files=["{tmp_path}/other.txt"]'], "the data's SHA-256 is not the same on all ranks: "),
+        (["logging.log_frequency=7"], "logging.log_frequency is not the same on all ranks: "),
+        ([f"checkpoint.save_dir={tmp_path}/saved"], "checkpoint.save_dir is not the same on all ranks: "),
+        (["--verify"], "--verify is not the same on all ranks: "),
     ):
         for code, _, errors in run_on_two_machines(run, [], overrides):
             assert code != 0 and errors.count("error:") == 1 and f"error: {name}" in errors

@@ -76,6 +76,7 @@ SEQUENCE_PARALLEL = dict(distributed__sequence_parallel="true")
         ((2, 2, 1), dict(distributed__pp_engine="interleaved_1f1b", model__dtype="float32")),
         ((1, 2, 2), dict(distributed__pp_engine="zb_h1", training__gradient_accumulation_steps=1)),
         ((2, 1, 2), dict(model__dtype="bfloat16", **SEQUENCE_PARALLEL)),
+        ((1, 2, 1), dict(training__seq_length=1)),  # with nothing to attend to, q and k have no gradient
     ],
     ids=str,
 )

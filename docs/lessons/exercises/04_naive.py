@@ -45,6 +45,7 @@ def two_steps():
 if __name__ == "__main__":
     for number, before_the_end, parameters, error in run_on_ranks(2, two_steps):
         expect(error < 1e-12, f"the gradient is {error:.2g} away from the mean of both ranks'")
-        expect(number == parameters, f"{number} all-reduces a step for {parameters} parameters; naive is one for each")
+        counts = f"{number} all-reduces a step for {parameters} parameters, {before_the_end} before backward has ended"
+        expect(number == parameters, f"{counts}; naive is one for each, after it")
         expect(before_the_end == 0, f"{before_the_end} all-reduces start before backward has ended; naive is after it")
     print(f"right: {number} all-reduces, all after backward, and the same gradients")

@@ -7,8 +7,9 @@ Compares the figure with ones worked out by hand.
 
 from exercise import ROOT, expect
 
-from plan import make_plan, settle_stages
+from plan import make_plan
 from read_config import load_config
+from stages import settle_stages
 
 
 def limit(file, *overrides):
