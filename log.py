@@ -34,9 +34,9 @@ def check_outputs(settings):
                         raise ValueError(f"logging.{key}: {path} is there, and no run has written it; name another")
             elif Path(path).is_fifo():
                 raise ValueError(f"logging.{key}: {path} is a pipe; it must be a file")
-    if settings.trace_file and settings.metrics_file:
-        if os.path.abspath(settings.trace_file) == os.path.abspath(settings.metrics_file):
-            raise ValueError(f"logging.trace_file: {settings.trace_file} is logging.metrics_file, too; name another")
+    trace = settings.trace_file
+    if trace and trace == settings.metrics_file and not Path(trace).is_char_device():  # /dev/null may take both
+        raise ValueError(f"logging.trace_file: {trace} is logging.metrics_file, too; name another")
     if settings.use_wandb and os.environ.get("RANK", "0") == "0":
         try:
             import wandb

@@ -224,12 +224,12 @@ def read_cache(path: Path) -> TokenFile | None:
 def prepare_tokens(dataset) -> TokenFile:
     """The data set as tokens on disk. Every process calls this: one tokenises, the others wait for it."""
     path = Path(dataset.cache_dir) / f"{cache_key(dataset)}.bin"
-    if tokens := read_cache(path):
-        return tokens
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise ValueError(f"dataset.cache_dir: {problem}") from None
+    if tokens := read_cache(path):
+        return tokens
     # A file lock, not a barrier: there is no process group yet, so no timeout, and the lock dies with its process.
     with FileLock(path.with_suffix(".lock")):
         if tokens := read_cache(path):

@@ -201,13 +201,13 @@ def train(run, validation_data, device):
             say(f"step {run.step} is not applied: loss {loss:.4g}, gradient norm {grad_norm:.4g}; {where}")
             if bad_steps == training.max_bad_steps:
                 failure.stop_all(f"{bad_steps} steps in a row were not finite (training.max_bad_steps)")
-    if signals.flag and not is_finished(run):
-        say(f"ended by a signal after step {run.step}")
     if traced_step and run.step < traced_step:
         say("warning: the run ended before logging.trace_step: no trace")
     if bad_steps and not run.data_parallel.weights_are_finite():
         failure.stop_all("not saved: the weights are not finite")
     run.save()
+    if signals.on_any_rank:
+        say(f"ended by a signal after step {run.step}")
     log.close()
 
 
@@ -221,7 +221,7 @@ class Signals:
     """SIGTERM and SIGUSR1 (Slurm's warnings) end the run after the step at hand, on all ranks after the same one."""
 
     def __init__(self):
-        self.flag = 0
+        self.flag, self.on_any_rank = 0, False
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._set)
 
@@ -231,8 +231,8 @@ class Signals:
     def received(self, device):
         flag = torch.tensor(self.flag, device=device)
         dist.all_reduce(flag, dist.ReduceOp.MAX)
-        self.flag = flag.item()
-        return bool(self.flag)
+        self.on_any_rank = bool(flag)
+        return self.on_any_rank
 
 
 def main(arguments=None):

@@ -169,7 +169,7 @@ def draw(path, pictures, unit):
             for kind in NAMES
             if kind in kinds
         ]
-        figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), frameon=False)
+        figure.legend(handles=legend, loc="outside lower center", ncols=min(len(legend), 6), frameon=False)
         figure.savefig(path)
     print(f"drawn into {path}")
 

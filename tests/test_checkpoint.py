@@ -481,7 +481,8 @@ def test_refuses_a_checkpoint_of_another_architecture(field, value, theirs, save
     (folder,) = saved["untied_pp2"].save_dir.glob("step_*")
     config = model_config(**{field: value})
     for kind, message in pool.run(2, try_to_load, LAYOUTS["tp2"], config, load_checkpoint, folder):
-        assert kind == "ValueError" and message == f"model.{field} = {value}, but {folder} has {theirs}"
+        expected = f"model.{field} = {json.dumps(value)}, but {folder} has {json.dumps(theirs)}"
+        assert (kind, message) == ("ValueError", expected)
 
 
 def test_names_all_that_is_another_architecture(saved, pool):
@@ -604,10 +605,7 @@ def test_keeps_the_newest_and_cleans_up(pool, tmp_path):
 
 
 def test_a_step_saved_twice_is_replaced(pool, tmp_path):
-    backup = tmp_path / "step_00000003.old"  # somebody's own
-    backup.mkdir()
-    pool.run(1, save_steps, {}, model_config(), tmp_path, [3, 4], {})
-    backup.rmdir()  # FileNotFoundError if it was cleaned up
+    pool.run(1, save_steps, {}, model_config(), tmp_path, [4], {})
     first = sums_of(tmp_path)
     pool.run(1, save_steps, {}, model_config(), tmp_path, [3, 4], {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000003", "step_00000004"]
@@ -620,8 +618,10 @@ def test_a_step_saved_twice_is_replaced(pool, tmp_path):
     shutil.copytree(found, tmp_path / "step_00000004")
     ((_, found), _), *_ = pool.run(1, try_to_find, "auto", tmp_path)
     assert found == tmp_path / "step_00000004"
+    backup = tmp_path / "step_00000004.old"  # somebody's own
+    backup.mkdir()
     pool.run(1, save_steps, {}, model_config(), tmp_path, [4], {})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000003", "step_00000004"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000003", "step_00000004", backup.name]
 
 
 @pytest.mark.parametrize("poor_rank", [0, 1, 3])
@@ -641,8 +641,9 @@ def test_a_rank_that_cannot_write_stops_all_and_harms_nothing(poor_rank, pool, t
 def test_no_folder_can_be_made(pool, tmp_path):
     (tmp_path / "file").write_text("")
     for saving, locking in pool.run(2, save_below, LAYOUTS["pp2"], model_config(), tmp_path / "file" / "checkpoints"):
-        for kind, message in (saving, locking):
-            assert kind == "OSError" and "Not a directory" in message and "(rank 0)" in message
+        for (kind, message), expected in ((saving, "OSError"), (locking, "ValueError")):
+            assert kind == expected and "Not a directory" in message and str(tmp_path) in message
+        assert locking[1].startswith("checkpoint.save_dir = ")
 
 
 def test_one_run_at_a_time(pool, tmp_path):

@@ -242,7 +242,7 @@ def test_torchrun_restarts_a_run_and_passes_signals_on(start, tmp_path):
         output, errors = process.communicate(timeout=60)
     finally:
         process.kill()
-    (last,) = re.findall(r"^saved step (\d+) in \S+\n\Z", output, re.M)
+    (last,) = re.findall(r"^saved step (\d+) in \S+\nended by a signal after step \1\n\Z", output, re.M)
     assert newest_step(save_dir) == int(last) and checkpoints(save_dir)
     assert errors.count("exitcode: -9") == 1  # torchrun's
     assert errors.count("does not answer any more") <= 1 and 'train.py", line' not in errors
@@ -274,7 +274,8 @@ def test_a_signal_ends_the_run_with_a_checkpoint(number, start, tmp_path):
     run.kill(1, number=number)  # one rank is enough
     output = finished(run, 0)
     last = newest_step(save_dir)
-    assert 2 <= last < 200 and f"\nsaved step {last} in {save_dir}\n" in output
+    assert 2 <= last < 200
+    assert output.endswith(f"\nsaved step {last} in {save_dir}\nended by a signal after step {last}\n")
     assert numbers_of(metrics_file)[-1][0] == last
     run = start("tp2", *saving(save_dir, save_frequency=0), f"logging.metrics_file={metrics_file}", steps)
     run.wait_for(f"step {last + 2:5d}")

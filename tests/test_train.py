@@ -132,7 +132,7 @@ def test_a_placement_that_depends_on_the_process_is_told(run, tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text(
         "import os\n"
-        "from schedules import one_f_one_b as mine\n"
+        "from schedules import afab as mine\n"
         "mine.placement = lambda pp_rank, chunk, pp_size: (pp_rank + int(os.environ['RANK'])) % pp_size\n"
     )
     process = run(2, "distributed.pp_size=2", f"distributed.pp_engine={mine}:mine")
@@ -147,7 +147,7 @@ def own(text):
 
 def test_bad_input_is_one_line_and_exit_code_2(run, tmp_path):
     (tmp_path / "short.txt").write_text("twenty characters...")
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "mine.json").write_text("{}")
     os.mkfifo(tmp_path / "pipe")
     short = [f'dataset.files=["{tmp_path}/short.txt"]', "dataset.validation_fraction=0"]
     expected = {
@@ -158,7 +158,7 @@ def test_bad_input_is_one_line_and_exit_code_2(run, tmp_path):
         "'gpipe'": ["distributed.pp_engine=gpipe"],
         "use 2": ["distributed.pp_engine=zb_v", "distributed.pp_chunks=3"],
         "model.vocab_size must be at least": ["model.vocab_size=100"],
-        "config.json is there, and no run has written it": [f"logging.trace_file={tmp_path}/config.json"],
+        "mine.json is there, and no run has written it": [f"logging.trace_file={tmp_path}/mine.json"],
         "out is logging.metrics_file, too": [f"logging.{key}_file={tmp_path}/out" for key in ("trace", "metrics")],
         "pipe is a pipe": [f"logging.metrics_file={tmp_path}/pipe"],
         "dataset.cache_dir: [Errno 20]": [f"dataset.cache_dir={tmp_path}/short.txt/cache"],

@@ -219,8 +219,9 @@ def test_a_schedule_of_a_file(run, tmp_path):
     mine, theirs = run(f"{path}:mine", *P4_M8), run("1f1b", *P4_M8)
     assert mine[0] == f"{path}:mine: pp_size 4, micro-batches 8, chunks 1"
     assert mine[1:] == theirs[1:]
-    path.write_text("def mine(*numbers):\n    return numbers\n")
-    assert run(f"{path}:mine", *P4_M8, error=True) == (
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text("def mine(*numbers):\n    return numbers\n")
+    assert run(f"{wrong}:mine", *P4_M8, error=True) == (
         "error: mine(0, 4, 8) returned (0, 4, 8); it must return a list of actions"
     )
 
@@ -347,7 +348,7 @@ def texts_of(svg):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_picture_of_every_schedule(run, tmp_path, name):
     svg = tmp_path / "x.svg"
-    assert run(name, *P4_M8, "-o", svg) == []
+    assert run(name, *P4_M8, "-o", svg) == [f"drawn into {svg}"]
     texts = texts_of(svg)
     figures = json.loads(run(name, *P4_M8, "--json")[0])
     names = [f"{box['kind']}{box['microbatch']}" + "'" * box["chunk"] for boxes in figures["actions"] for box in boxes]
@@ -359,7 +360,7 @@ def test_picture_of_every_schedule(run, tmp_path, name):
     assert {kind for kind, text in legend.items() if text in texts} == kinds
     for rank, boxes in enumerate(figures["actions"]):
         stages = sorted({box["stage"] for box in boxes})
-        assert f"rank {rank}, stage {', '.join(map(str, stages))}" in texts
+        assert f"rank {rank}, stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}" in texts
     assert svg.stat().st_size < 200_000
 
 
