@@ -22,6 +22,7 @@ from pydantic_core import PydanticCustomError
 Text = Annotated[str, Field(min_length=1)]
 Place = Annotated[Text, AfterValidator(os.path.expanduser)]  # ~ is the home folder, as in a shell
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Size = Annotated[int, Field(gt=0, lt=2**31)]  # of something that is allocated, or counted one by one
 
 
 def told_as(right: str) -> WrapValidator:
@@ -48,11 +49,11 @@ class Section(BaseModel):
 
 
 class DistributedConfig(Section):
-    tp_size: PositiveInt = 1  # ranks that share every layer's matrices
-    pp_size: PositiveInt = 1  # stages that the layers are cut into
-    dp_size: PositiveInt | None = 1  # replicas, each with its own part of the batch; null = all the processes left over
+    tp_size: Size = 1  # ranks that share every layer's matrices
+    pp_size: Size = 1  # stages that the layers are cut into
+    dp_size: Size | None = 1  # replicas, each with its own part of the batch; null = all the processes left over
     pp_engine: Text = "1f1b"  # the pipeline schedule: a name from schedules.py, or path/to/file.py:function
-    pp_chunks: PositiveInt | None = None  # stages on each rank; null = what the schedule needs: 1, or 2
+    pp_chunks: Size | None = None  # stages on each rank; null = what the schedule needs: 1, or 2
     pp_layers: LayerCounts | None = None  # layers of each stage; "balanced" = by cost; null = as even as possible
     zero1: bool = False  # shard the optimizer's state over dp
     sequence_parallel: bool = False  # shard norms and the residual stream along the sequence over tp
@@ -79,14 +80,14 @@ class ModelConfig(Section):
     """Names and defaults are LlamaConfig's, so a config.json that leaves a field out means the same model here."""
 
     name: Place | None = None  # hub name, or folder with a config.json: the architecture that the keys below change
-    hidden_size: PositiveInt = 4096  # width of the residual stream
-    num_hidden_layers: PositiveInt = 32  # decoder layers
-    num_attention_heads: PositiveInt = 32  # query heads
-    num_key_value_heads: PositiveInt | None = None  # null = num_attention_heads
-    head_dim: PositiveInt | None = None  # width of a head; null = hidden_size / num_attention_heads
-    intermediate_size: PositiveInt = 11008  # width of the MLP
-    vocab_size: PositiveInt = 32000  # rows of the embedding; every token id of the data is below it
-    max_position_embeddings: PositiveInt = 2048  # longest sequence, in tokens
+    hidden_size: Size = 4096  # width of the residual stream
+    num_hidden_layers: Size = 32  # decoder layers
+    num_attention_heads: Size = 32  # query heads
+    num_key_value_heads: Size | None = None  # null = num_attention_heads
+    head_dim: Size | None = None  # width of a head; null = hidden_size / num_attention_heads
+    intermediate_size: Size = 11008  # width of the MLP
+    vocab_size: Size = 32000  # rows of the embedding; every token id of the data is below it
+    max_position_embeddings: Size = 2048  # longest sequence, in tokens
     rms_norm_eps: PositiveFloat = 1e-6  # added to the mean square before its root
     rope_parameters: RopeDict = Rope().model_dump(exclude_none=True)  # or rope_theta and rope_scaling, the old form
     tie_word_embeddings: bool = False  # one matrix for embedding and output
@@ -109,9 +110,9 @@ class TrainingConfig(Section):
     seed: NonNegativeInt = 42  # of the initial weights and the order of the data
     steps: PositiveInt = 1000  # optimizer steps; also the end of the cosine
     max_tokens: PositiveInt | None = None  # stop after so many tokens, if that comes before `steps`
-    seq_length: PositiveInt = 1024  # tokens of a sequence
-    micro_batch_size: PositiveInt = 1  # sequences of one forward pass
-    gradient_accumulation_steps: PositiveInt = 1  # micro-batches of a step, on each dp rank
+    seq_length: Size = 1024  # tokens of a sequence
+    micro_batch_size: Size = 1  # sequences of one forward pass
+    gradient_accumulation_steps: Size = 1  # micro-batches of a step, on each dp rank
     learning_rate: NonNegativeFloat = 3e-4  # the highest, at the end of the warm-up
     min_learning_rate: NonNegativeFloat = 0.0  # where the cosine ends
     warmup_steps: NonNegativeInt = 0  # steps of linear rise to learning_rate

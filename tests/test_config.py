@@ -227,6 +227,7 @@ def test_override_value_is_json_or_else_a_string(load):
         ("training.max_tokens=0", "training.max_tokens = 0: must be greater than 0"),
         ("training.seed=-1", "training.seed = -1: must be greater than or equal to 0"),
         ("distributed.tp_size=0", "distributed.tp_size = 0: must be greater than 0"),
+        ("model.vocab_size=99999999999999999999999", "vocab_size = 9+: must be less than 2147483648"),
         ("distributed.device=tpu", "distributed.device = \"tpu\": must be 'auto', 'cpu' or 'cuda'"),
         ("distributed.timeout_seconds=0", "distributed.timeout_seconds = 0: must be greater than or equal to 1"),
         ("distributed.pp_layers=3", "distributed.pp_layers = 3: must be 'balanced' or a list of layer counts"),
