@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import process_group_manager as pgm
 from schedules import Action
-from timetable import predicted_bubble
+from timetable import timetable_of_run
 
 
 class Span(NamedTuple):
@@ -78,6 +78,12 @@ def bubbles(model, num_microbatches, device):
     means = {kind: total / count for kind, (total, count) in zip(KINDS, sums.t().tolist(), strict=True) if count}
     predicted = predicted_bubble(model.pp_engine, manager.pp_size, num_microbatches, model.num_chunks, means)
     return 1 - (busy / duration).item(), predicted
+
+
+def predicted_bubble(pp_engine, pp_size, num_microbatches, num_chunks, mean_seconds, transfer=0):
+    """The bubble when every F, B, I, W of a chunk takes its `mean_seconds` (by kind; those that the schedule uses)."""
+    timetable = timetable_of_run(pp_engine, pp_size, num_microbatches, num_chunks)
+    return timetable.with_costs(mean_seconds, transfer).bubble
 
 
 def write_trace(path, model, num_microbatches, zero):

@@ -294,9 +294,3 @@ def rank_program(pp_engine, pp_rank, pp_size, num_microbatches, num_chunks=1, fo
     """The program of one rank, made once a run."""
     timetable = timetable_of_run(pp_engine, pp_size, num_microbatches, num_chunks)
     return (timetable.forward_only() if forward_only else timetable).rank_program(pp_rank)
-
-
-def predicted_bubble(pp_engine, pp_size, num_microbatches, num_chunks, mean_seconds, transfer=0):
-    """The bubble when every F, B, I, W of a chunk takes its `mean_seconds` (by kind; those that the schedule uses)."""
-    timetable = timetable_of_run(pp_engine, pp_size, num_microbatches, num_chunks)
-    return timetable.with_costs(mean_seconds, transfer).bubble

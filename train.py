@@ -275,7 +275,7 @@ def main_and_exit(arguments=None):
     except KeyboardInterrupt:  # Ctrl-C reaches every rank: no stack trace from any of them
         exit_code = 130
         if os.environ.get("RANK", "0") == "0":
-            print("\nended by Ctrl-C, nothing saved; SIGTERM ends a run after the step at hand, saved", flush=True)
+            print("\nended by Ctrl-C without saving; SIGTERM ends a run after the step at hand, saved", flush=True)
     sys.stdout.flush()
     os._exit(exit_code)  # the interpreter's tidy ending can abort over gloo's threads
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from find_schedule import action_lists, chunks_of, placement_of
 from schedules import SCHEDULES, Action, B, F
-from timetable import ScheduleError, Timetable, make_timetable, predicted_bubble, rank_program
+from timeline import predicted_bubble
+from timetable import ScheduleError, Timetable, make_timetable, rank_program
 from visualize import grid
 
 COLUMNS = (

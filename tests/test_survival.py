@@ -140,7 +140,7 @@ def test_what_changed_since_the_checkpoint_is_told(start, tmp_path):
     assert "note:" not in finished(start("alone", *saving(save_dir), *changed), 0)
 
 
-def test_another_runs_checkpoints_are_not_written_among(start, tmp_path):
+def test_another_runs_checkpoints_are_not_written_among(start, tmp_path, monkeypatch):
     ours, others = tmp_path / "ours", tmp_path / "others"
     finished(start("alone", *saving(ours), "training.steps=2"), 0)
     finished(start("alone", *saving(others), "training.steps=3", "training.seed=7"), 0)
@@ -152,6 +152,10 @@ def test_another_runs_checkpoints_are_not_written_among(start, tmp_path):
     assert sorted(others.iterdir()) == before
     fork = saving(tmp_path / "fork", resume=ours / "step_00000001")
     assert "at step 1" in finished(start("alone", *fork, "training.steps=2"), 0)
+    # torchrun starts the ranks again with the same command: on with the fork, not from its beginning.
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    output = finished(start("alone", *fork, "training.steps=3"), 0)
+    assert f"resumed from {tmp_path}/fork/step_00000002 at step 2" in output
 
 
 # --- killed ----------------------------------------------------------------------------------------------------------
